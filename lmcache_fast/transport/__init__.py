@@ -1,1 +1,1 @@
-
+"""How chunk bytes travel between this process and the server."""

@@ -1,0 +1,195 @@
+"""Shared memory: chunks are read and written where the server keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_fast import runs as run_plans
+from lmcache_fast._extension import require
+from lmcache_fast.errors import ProtocolError, SharedMemoryError
+from lmcache_fast.layout import KVLayout
+from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Slot
+
+if TYPE_CHECKING:
+    from lmcache_fast._native import ChunkedSide, SharedRegion
+    from lmcache_fast.protocol.connection import Connection
+
+
+class ShmTransport:
+    """Maps the server's pool once; moves bytes with the native copy engine.
+
+    Args:
+        pool: name and size of the pool, as the server's register reply gives them.
+        layout: shape of the model's cache.
+        chunk_size: tokens a chunk.
+
+    Raises:
+        SharedMemoryError: no extension, or the pool is missing, smaller than said or not readable.
+    """
+
+    name = "shm"
+
+    def __init__(self, pool: PoolInfo, layout: KVLayout, chunk_size: int) -> None:
+        self._native = require(SharedMemoryError)
+        try:
+            self._region: SharedRegion = self._native.SharedRegion(pool.shm_name, pool.pool_size)
+        except (OSError, ValueError) as error:
+            raise SharedMemoryError(f"cannot map {pool.shm_name!r}: {error}") from error
+        self._layout = layout
+        self._chunk_size = chunk_size
+        self._chunk_bytes = layout.token_bytes * chunk_size
+
+    def reader(self, grant: ReadGrant, num_chunks: int) -> SlotReader:
+        """See :class:`lmcache_fast.transport.base.Transport`."""
+        if len(grant.slots) != num_chunks:
+            raise ProtocolError(
+                f"prepare_retrieve: the server gave {len(grant.slots)} slots; expected {num_chunks}"
+            )
+        offsets = self._offsets("prepare_retrieve", grant.slots)
+        return SlotReader(self, offsets)
+
+    def writer(self, connection: Connection, key: Key, num_chunks: int) -> SlotWriter | None:
+        """See :class:`lmcache_fast.transport.base.Transport`."""
+        reservation = connection.prepare_store(key)
+        indices = reservation.chunk_indices
+        if not indices:
+            return None
+        try:
+            if len(reservation.slots) != len(indices):
+                raise ProtocolError(
+                    f"prepare_store: {len(reservation.slots)} slots for {len(indices)} chunks"
+                )
+            if any(b <= a for a, b in zip(indices, indices[1:], strict=False)) or not (
+                0 <= indices[0] <= indices[-1] < num_chunks
+            ):
+                raise ProtocolError(
+                    f"prepare_store: chunk_indices are {list(indices)}; expected ascending ones "
+                    f"below {num_chunks}"
+                )
+            offsets = self._offsets("prepare_store", reservation.slots)
+            if len(np.unique(offsets)) != len(offsets):
+                raise ProtocolError("prepare_store: two chunks share a slot")
+        except ProtocolError:
+            connection.abandon_store(key)
+            raise
+        self._region.populate(offsets, self._chunk_bytes)
+        return SlotWriter(self, connection, key, indices, offsets)
+
+    def close(self) -> None:
+        """Unmap the pool once no view of it is left."""
+        self._region.close()
+
+    def side(self, offsets: npt.NDArray[np.uint64]) -> ChunkedSide:
+        """The slots at ``offsets`` (bytes) as one side of a copy."""
+        return self._native.ChunkedSide.from_region(
+            self._region,
+            offsets,
+            tokens_per_chunk=self._chunk_size,
+            planes=self._layout.planes,
+            layers=self._layout.num_layers,
+            row_bytes=self._layout.row_bytes,
+        )
+
+    def tensor_side(self, kv: torch.Tensor) -> ChunkedSide:
+        """A tensor ``[planes, L, T, D]`` with contiguous token rows as one side of a copy."""
+        itemsize = kv.element_size()
+        return self._native.ChunkedSide.from_addresses(
+            np.array([kv.data_ptr()], np.uint64),
+            kv,
+            tokens_per_chunk=kv.shape[2],
+            planes=kv.shape[0],
+            layers=kv.shape[1],
+            row_bytes=self._layout.row_bytes,
+            plane_stride=kv.stride(0) * itemsize,
+            layer_stride=kv.stride(1) * itemsize,
+            token_stride=kv.stride(2) * itemsize,
+        )
+
+    def view(self, offset: int) -> torch.Tensor:
+        """The slot at ``offset`` (bytes) as ``[planes, L, chunk, D]``, not copied."""
+        view = self._region.view(offset, self._chunk_bytes, writable=True)
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        return flat.view(self._layout.dtype).view(self._layout.kv_shape(self._chunk_size))
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        return self._chunk_size
+
+    def copy(self, source: ChunkedSide, target: ChunkedSide, runs: run_plans.Runs) -> None:
+        """Copy ``runs`` of token rows from ``source`` to ``target``."""
+        self._native.copy_runs(source, target, runs)
+
+    def _offsets(self, where: str, slots: Sequence[Slot]) -> npt.NDArray[np.uint64]:
+        shape = self._layout.object_shape(self._chunk_size)
+        for slot in slots:
+            if slot.shape != shape or slot.dtype != self._layout.dtype_name:
+                raise ProtocolError(
+                    f"{where}: a slot holds {slot.dtype} {list(slot.shape)}; expected "
+                    f"{self._layout.dtype_name} {list(shape)}: another engine registered this "
+                    "model name with another layout"
+                )
+            if slot.length != self._chunk_bytes:
+                raise ProtocolError(
+                    f"{where}: a slot has {slot.length} bytes; expected {self._chunk_bytes}"
+                )
+            try:
+                self._region.check_slot(
+                    slot.offset, slot.length, alignment=self._layout.dtype.itemsize
+                )
+            except ValueError as error:
+                raise ProtocolError(f"{where}: {error}") from error
+        return np.array([slot.offset for slot in slots], np.uint64)
+
+
+class SlotReader:
+    """Chunks read in place; see :class:`lmcache_fast.transport.base.ChunkReader`."""
+
+    def __init__(self, transport: ShmTransport, offsets: npt.NDArray[np.uint64]) -> None:
+        self._transport = transport
+        self._offsets = offsets
+        self.side = transport.side(offsets)
+
+    def chunk(self, index: int) -> torch.Tensor:
+        """The slot itself as a tensor; not to be written to."""
+        return self._transport.view(int(self._offsets[index]))
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Copy all chunks into ``out``."""
+        num_tokens = len(self._offsets) * self._transport.chunk_size
+        target = self._transport.tensor_side(out)
+        self._transport.copy(self.side, target, run_plans.whole(num_tokens))
+
+
+class SlotWriter:
+    """Reserved slots; see :class:`lmcache_fast.transport.base.ChunkWriter`."""
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        connection: Connection,
+        key: Key,
+        chunk_indices: Sequence[int],
+        offsets: npt.NDArray[np.uint64],
+    ) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._key = key
+        self.chunk_indices = chunk_indices
+        self.side = transport.side(offsets)
+
+    def copy_from(self, kv: torch.Tensor) -> None:
+        """Copy the reserved chunks out of ``kv``."""
+        chunk = self._transport.chunk_size
+        plan = run_plans.whole(kv.shape[2])
+        runs, _ = run_plans.for_chunks(plan, self.chunk_indices, chunk)
+        self._transport.copy(self._transport.tensor_side(kv), self.side, runs)
+
+    def commit(self) -> bool:
+        """Tell the server that the slots are written."""
+        return self._connection.commit_store(self._key, None)
