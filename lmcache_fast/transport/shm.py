@@ -59,24 +59,16 @@ class ShmTransport:
         indices = reservation.chunk_indices
         if not indices:
             return None
-        try:
-            if len(reservation.slots) != len(indices):
-                raise ProtocolError(
-                    f"prepare_store: {len(reservation.slots)} slots for {len(indices)} chunks"
-                )
-            if any(b <= a for a, b in zip(indices, indices[1:], strict=False)) or not (
-                0 <= indices[0] <= indices[-1] < num_chunks
-            ):
-                raise ProtocolError(
-                    f"prepare_store: chunk_indices are {list(indices)}; expected ascending ones "
-                    f"below {num_chunks}"
-                )
-            offsets = self._offsets("prepare_store", reservation.slots)
-            if len(np.unique(offsets)) != len(offsets):
-                raise ProtocolError("prepare_store: two chunks share a slot")
-        except ProtocolError:
-            connection.abandon_store(key)
-            raise
+        # An error below leaves the reservation to its TTL: the protocol has no way to give one back,
+        # and committing it would publish chunks that nobody has written.
+        if len(reservation.slots) != len(indices) or indices[-1] >= num_chunks:
+            raise ProtocolError(
+                f"prepare_store: {len(reservation.slots)} slots for the chunks {indices}; expected "
+                f"one each, for chunks below {num_chunks}"
+            )
+        offsets = self._offsets("prepare_store", reservation.slots)
+        if len(np.unique(offsets)) != len(offsets):
+            raise ProtocolError("prepare_store: two chunks share a slot")
         self._region.populate(offsets, self._chunk_bytes)
         return SlotWriter(self, connection, key, indices, offsets)
 
