@@ -141,9 +141,9 @@ class KVClient:
             tokens: token ids of the request from its first one on.
             cache_salt: keeps users apart; "" for none.
         """
-        aligned = self._whole_chunks(check_tokens("lookup", tokens))
+        array = check_tokens("lookup", tokens)
         check_salt("lookup", cache_salt)
-        return self._retry("lookup", lambda: self._lookup(aligned, cache_salt))
+        return self._retry("lookup", lambda: self._lookup(array, cache_salt))
 
     def lease(self, tokens: TokenIds, cache_salt: str = "") -> Lease:
         """Lock the cached prefix of ``tokens`` on the server and view its chunks in place.
@@ -151,9 +151,9 @@ class KVClient:
         Use it in a ``with`` block; :class:`lmcache_fast.lease.Lease`. An empty lease means that
         nothing is cached.
         """
-        aligned = self._whole_chunks(check_tokens("lease", tokens))
+        array = check_tokens("lease", tokens)
         check_salt("lease", cache_salt)
-        return self._retry("lease", lambda: self._lease(aligned, cache_salt))
+        return self._retry("lease", lambda: self._lease(array, cache_salt))
 
     def retrieve(
         self, tokens: TokenIds, cache_salt: str = "", out: torch.Tensor | None = None
@@ -174,13 +174,13 @@ class KVClient:
             LeaseExpiredError: twice, the server's lock ran out before the copy was done.
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
-        aligned = self._whole_chunks(check_tokens("retrieve", tokens))
+        array = check_tokens("retrieve", tokens)
         check_salt("retrieve", cache_salt)
         if out is not None:
             self._check_out(out)
 
         def attempt() -> torch.Tensor | None:
-            with self._lease(aligned, cache_salt) as lease:
+            with self._lease(array, cache_salt) as lease:
                 if not len(lease):
                     return None
                 if out is None:
@@ -222,19 +222,22 @@ class KVClient:
         array = check_tokens("store", tokens)
         check_salt("store", cache_salt)
         kv = check_kv("store", kv, self.layout, len(array))
-        aligned = self._whole_chunks(array)
-        if not len(aligned):
-            return False
-        kv = kv[:, :, : len(aligned)]
 
-        def write(request: Request) -> tuple[bool, bool]:
-            writer = request.open_write()
-            if writer is None:
-                return False, False
-            writer.copy_from(kv)
-            return writer.commit(), len(writer.chunk_indices) == len(aligned) // self.chunk_size
+        def attempt() -> bool:
+            aligned = self._whole_chunks(array)
+            num_chunks = len(aligned) // self.chunk_size
+            part = kv[:, :, : len(aligned)]
 
-        return self._retry("store", lambda: self._write_all("store", aligned, cache_salt, write))
+            def write(request: Request) -> tuple[bool, bool]:
+                writer = request.open_write()
+                if writer is None:
+                    return False, False
+                writer.copy_from(part)
+                return writer.commit(), len(writer.chunk_indices) == num_chunks
+
+            return num_chunks > 0 and self._write_all("store", aligned, cache_salt, write)
+
+        return self._retry("store", attempt)
 
     def edit(self, tokens: TokenIds, edit: Edit, cache_salt: str = "") -> EditResult:
         """Edit the cached prefix of ``tokens`` and store the result, from slot to slot.
@@ -257,12 +260,12 @@ class KVClient:
         """
         from lmcache_fast.edits.compiled import compile_plan
 
-        aligned = self._whole_chunks(check_tokens("edit", tokens))
+        array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
 
         def attempt() -> EditResult:
-            with self._lease(aligned, cache_salt) as source:
-                cached = aligned[: source.num_tokens]
+            with self._lease(array, cache_salt) as source:
+                cached = array[: source.num_tokens]
                 plan = edit.plan(cached.tolist(), chunk_size=self.chunk_size)
                 compiled = compile_plan(plan, self.layout, self.chunk_size)
                 kept = cached[plan.positions]
@@ -312,12 +315,14 @@ class KVClient:
         return Request(self._connection, self._transport, self.model_name, tokens, cache_salt)
 
     def _lookup(self, tokens: _Tokens, cache_salt: str) -> int:
+        tokens = self._whole_chunks(tokens)
         if not len(tokens):
             return 0
         with self._request(tokens, cache_salt) as request:
             return request.lookup() * self.chunk_size
 
     def _lease(self, tokens: _Tokens, cache_salt: str) -> Lease:
+        tokens = self._whole_chunks(tokens)
         request = self._request(tokens, cache_salt)
         try:
             # A prefix may be evicted between the lookup and the read: one fresh lookup tells.
