@@ -34,7 +34,6 @@ from lmcache_fast.layout import KVLayout
 from lmcache_fast.lease import Lease
 from lmcache_fast.protocol.connection import Connection
 from lmcache_fast.request import Request
-from lmcache_fast.transport.base import Transport
 from lmcache_fast.transport.select import choose_transport
 
 if TYPE_CHECKING:
@@ -280,7 +279,10 @@ class KVClient:
                         self.store(kv, kept, cache_salt)
                     else:
                         self._write_all(
-                            "edit", target, cache_salt, lambda r: self._edit_into(r, source, compiled)
+                            "edit",
+                            target,
+                            cache_salt,
+                            lambda r: self._edit_into(r, source, compiled),
                         )
                 return EditResult(kept.tolist(), len(target))
 

@@ -26,12 +26,17 @@ MARGIN = 2.0
 class Lease:
     """The cached prefix of a request, read where the server keeps it; a context manager.
 
-    ``len(lease)`` is the number of chunks, ``lease[i]`` a :class:`ChunkView` of one of them. Nothing
-    is copied. Leaving the ``with`` block gives the server's lock back; a view used later raises.
+    ``len(lease)`` is the number of chunks, ``lease[i]`` a :class:`ChunkView` of one of them.
+    Nothing is copied. Leaving the ``with`` block gives the server's lock back; a view used later
+    raises.
     """
 
     def __init__(
-        self, request: Request, reader: ChunkReader | None, num_chunks: int, layout: KVLayout,
+        self,
+        request: Request,
+        reader: ChunkReader | None,
+        num_chunks: int,
+        layout: KVLayout,
         chunk_size: int,
     ) -> None:
         self._request = request

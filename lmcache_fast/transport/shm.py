@@ -59,8 +59,8 @@ class ShmTransport:
         indices = reservation.chunk_indices
         if not indices:
             return None
-        # An error below leaves the reservation to its TTL: the protocol has no way to give one back,
-        # and committing it would publish chunks that nobody has written.
+        # An error below leaves the reservation to its TTL: the protocol has no way to give one
+        # back, and committing it would publish chunks that nobody has written.
         if len(reservation.slots) != len(indices) or indices[-1] >= num_chunks:
             raise ProtocolError(
                 f"prepare_store: {len(reservation.slots)} slots for the chunks {indices}; expected "

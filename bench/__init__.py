@@ -1,0 +1,1 @@
+"""Benchmarks: what this package takes, beside what it is compared with."""
