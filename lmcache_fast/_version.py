@@ -1,3 +1,3 @@
-"""The package's version: the one place it is written. pyproject.toml and CMake read it from here."""
+"""The package's version. pyproject.toml and CMake read it from here."""
 
 __version__ = "0.1.0"

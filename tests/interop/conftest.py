@@ -1,0 +1,71 @@
+"""Real servers for the tests: one for each release and transport, shared by the tests of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_fast import KVClient, KVLayout
+from tests.interop import peer
+from tests.interop.servers import Server, upstream_server
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+MODEL = "interop/model"
+
+Connect = Callable[..., KVClient]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test over every release, and over shared memory and the fallback.
+
+    The marker ``shared_memory_only`` leaves the fallback out.
+    """
+    if "running_server" in metafunc.fixturenames:
+        versions = metafunc.config.getoption("--server-version") or peer.CI_VERSIONS
+        only = metafunc.definition.get_closest_marker("shared_memory_only")
+        cases = [(v, kind) for v in versions for kind in ("shm", "fallback")[: 1 if only else 2]]
+        ids = ["-".join(case) for case in cases]
+        metafunc.parametrize("running_server", cases, ids=ids, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def running_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One of upstream's servers, started for all tests of its release and transport."""
+    version, kind = request.param
+    folder = tmp_path_factory.mktemp("server")
+    with upstream_server(peer.ensure(version), folder, kind == "shm") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: Server) -> Iterator[Server]:
+    """One of upstream's servers; after the test nothing may be locked on it."""
+    yield running_server
+    running_server.wait_nothing_held()
+
+
+@pytest.fixture
+def connect(server: Server) -> Iterator[Connect]:
+    """Open clients of the server that are closed before its locks are counted."""
+    clients: list[KVClient] = []
+
+    def open_client(model: str = MODEL, layout: KVLayout = LAYOUT, **options: Any) -> KVClient:
+        client = KVClient(server.url, server.http_url, model, layout=layout, **options)
+        clients.append(client)
+        return client
+
+    yield open_client
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def salt() -> str:
+    """A salt of this test's own, so that tests on one server do not meet."""
+    return uuid.uuid4().hex

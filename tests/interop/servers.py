@@ -1,0 +1,124 @@
+"""LMCache servers as processes: upstream's of any release, and ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.interop.peer import Peer
+from tests.interop.processes import Program, free_ports, wait_until
+
+CHUNK = 64
+_UPSTREAM = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
+
+
+class Server:
+    """A server on free ports, with a pool name of its own.
+
+    Args:
+        version: the release it should say it is.
+        command: what runs it, without flags.
+        environment: its whole environment.
+        folder: takes its log.
+        shared_memory: whether it keeps its cache in a shared segment.
+        chunk_size: tokens a chunk.
+        flags: further flags.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        command: Sequence[object],
+        environment: dict[str, str],
+        folder: Path,
+        shared_memory: bool,
+        chunk_size: int = CHUNK,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.port, http_port = free_ports(2)
+        self.version = version
+        self.chunk_size = chunk_size
+        self.url = f"tcp://127.0.0.1:{self.port}"
+        self.http_url = f"http://127.0.0.1:{http_port}"
+        self.log = folder / f"server-{version}-{self.port}.log"
+        name = f"lmcache_fast_{os.getpid()}_{uuid.uuid4().hex[:8]}"
+        self.segment = Path("/dev/shm") / f"lmcache_l1_pool_{name}"
+        self._environment = environment
+        self._command = [
+            *command,
+            *("--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", chunk_size),
+            *("--port", self.port, "--http-port", http_port),
+            *(("--shm-name", name, "--no-l1-use-lazy") if shared_memory else ()),
+            *flags,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        """Start the server (again, on the same ports) and wait until it answers."""
+        self._program = Program(self._command, self._environment, self.log)
+        try:
+            self._program.wait_ready(f"{self.http_url}/healthcheck", 120)
+        except BaseException:
+            self.stop()
+            raise
+
+    def kill(self) -> None:
+        """End the server as a crash would."""
+        self._program.kill()
+        self.segment.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End the server and remove what it left behind."""
+        self._program.stop()
+        self.segment.unlink(missing_ok=True)
+
+    def status(self) -> Any:
+        """Return what ``GET /status`` says."""
+        return httpx.get(f"{self.http_url}/status", timeout=30.0).raise_for_status().json()
+
+    def held(self) -> dict[str, int]:
+        """Return how many locks and sessions clients hold on it, by kind; those above zero."""
+        status = self.status()
+        cache = status["storage_manager"]["l1_manager"]
+        counts = {
+            "read locks": cache["read_locked_count"],
+            "write locks": cache["write_locked_count"],
+            "sessions": status.get("active_sessions", 0),
+        }
+        return {what: count for what, count in counts.items() if count}
+
+    def wait_nothing_held(self) -> None:
+        """Fail if clients still hold something on it: what they give back is not waited for."""
+        wait_until(lambda: not self.held(), 30, f"locks on {self.version} to be given back")
+
+
+@contextmanager
+def upstream_server(peer: Peer, folder: Path, shared_memory: bool = True) -> Iterator[Server]:
+    """Run upstream's server for the length of a ``with`` block."""
+    # From 0.5.4 on the default mode is one in which the server copies, on a GPU.
+    flags = ("--supported-transfer-mode", "auto") if peer.version[:5] > "0.5.3" else ()
+    command = (peer.python, "-c", _UPSTREAM, "server")
+    server = Server(peer.version, command, peer.environment(), folder, shared_memory, flags=flags)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def embedded_server(folder: Path, shared_memory: bool = True) -> Iterator[Server]:
+    """Run our own server for the length of a ``with`` block."""
+    command = (sys.executable, "-m", "lmcache_fast", "server")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    server = Server("embedded", command, environment, folder, shared_memory)
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,88 @@
+"""A server's HTTP side with engine registrations added that no engine has made.
+
+SDKs take the cache's shape from ``/status``, where only engines on a GPU appear with theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+from lmcache_fast import KVLayout
+
+
+def registration(model: str, layout: KVLayout) -> dict[str, Any]:
+    """Return the ``/status`` entry of an engine that keeps keys and values apart."""
+    blocks = 1024
+    row = f"{layout.block_size}, {layout.num_kv_heads}, {layout.head_dim}"
+    group = {
+        "kernel_group_idx": 0,
+        "engine_group_idx": 0,
+        "object_group_idx": 0,
+        "num_layers": layout.num_layers,
+        "layer_indices": list(range(layout.num_layers)),
+        "tokens_per_block": layout.block_size,
+        "slots_per_block": layout.block_size,
+        "dtype": str(layout.dtype),
+        "is_mla": False,
+        "engine_kv_format": "NL_X_NB_TWO_BS_NH_HS",
+        "engine_kv_shape": "NL x [NB, 2, BS, NH, HS]",
+        "engine_kv_concrete_shape": f"{layout.num_layers} x [{blocks}, 2, {row}]",
+        "attention_backend": "vLLM flash attention",
+    }
+    return {
+        "model_name": model,
+        "world_size": 1,
+        "num_kv_readers": 1,
+        "kv_cache_layout": {
+            "num_layers": layout.num_layers,
+            "num_blocks": blocks,
+            "kernel_groups": [group],
+        },
+    }
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP in threads of this process for the length of a ``with`` block; yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(30)
+
+
+@contextmanager
+def status_proxy(http_url: str, models: dict[str, KVLayout]) -> Iterator[str]:
+    """Stand in for engines of these models; yield the URL to use instead of ``http_url``."""
+    entries = {f"stand-in-{n}": registration(*item) for n, item in enumerate(models.items())}
+
+    class Proxy(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            answer = httpx.get(http_url + self.path, timeout=30.0)
+            body = answer.content
+            if self.path == "/status":
+                status = json.loads(body)
+                status["cache_context_meta"] = {**status.get("cache_context_meta", {}), **entries}
+                body = json.dumps(status).encode()
+            self.send_response(answer.status_code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with serving(Proxy) as url:
+        yield url
