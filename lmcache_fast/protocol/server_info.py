@@ -1,0 +1,245 @@
+"""What a server says about itself over HTTP, which is asked before anything is sent to it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from lmcache_fast.errors import (
+    ConnectError,
+    InvalidInputError,
+    ProtocolError,
+    ServerTimeoutError,
+    UnsupportedServerError,
+)
+from lmcache_fast.layout import KVLayout
+from lmcache_fast.protocol.dialect import Dialect, dialect_for
+
+#: Environment variable with the key that servers from 0.5.7 on may ask for.
+API_KEY_VARIABLE = "LMCACHE_HTTP_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server's release and the settings that clients need; times in seconds."""
+
+    version: str
+    dialect: Dialect
+    chunk_size: int
+    shm_name: str
+    transfer_mode: str
+    transport: str
+    read_ttl: float
+    write_ttl: float
+    #: Threads that serve lookups and pings; None where the server does not say.
+    cpu_workers: int | None = None
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """One model that an engine has registered: its layout, or the reason why there is none."""
+
+    layout: KVLayout | None
+    problem: str = ""
+    world_size: int = 1
+    num_kv_readers: int = 1
+
+
+def read_server_info(http_url: str, timeout: float) -> ServerInfo:
+    """Ask a server for its release and settings.
+
+    Args:
+        http_url: the server's HTTP address, such as ``http://localhost:8080``.
+        timeout: seconds to wait for each answer.
+
+    Raises:
+        ConnectError: no such server, or it refuses to tell.
+        ServerTimeoutError: no answer in time.
+        UnsupportedServerError: it runs a release, transfer mode or transport we cannot speak.
+        ProtocolError: it answers something else.
+    """
+    with _client(http_url, timeout) as client:
+        version = _get(client, "/version")
+        if not isinstance(version, str):
+            raise ProtocolError(f"{http_url}/version: got {version!r}; expected a string")
+        dialect = dialect_for(version)
+        settings = dialect.settings(_get_map(client, "/config"))
+    if settings.chunk_size < 1:
+        raise ProtocolError(f"{http_url}/config: chunk_size is {settings.chunk_size}")
+    if settings.transport != "zmq":
+        raise UnsupportedServerError(
+            f"the server at {http_url} uses the transport {settings.transport!r}; "
+            "start it with --transport zmq"
+        )
+    if settings.transfer_mode == "lmcache_driven":
+        raise UnsupportedServerError(
+            f"the server at {http_url} (LMCache {version}) serves lmcache_driven transfers only; "
+            "start it with --supported-transfer-mode auto"
+        )
+    return ServerInfo(
+        version=version,
+        dialect=dialect,
+        chunk_size=settings.chunk_size,
+        shm_name=settings.shm_name,
+        transfer_mode=settings.transfer_mode,
+        transport=settings.transport,
+        read_ttl=settings.read_ttl,
+        write_ttl=settings.write_ttl,
+        cpu_workers=settings.cpu_workers,
+    )
+
+
+def read_layouts(http_url: str, timeout: float) -> dict[str, KVLayout | str]:
+    """Ask for each registered model's layout, or the reason why it cannot be told.
+
+    Raises: as :func:`read_server_info`.
+    """
+    models = read_models(http_url, timeout)
+    return {name: model.layout or model.problem for name, model in models.items()}
+
+
+def read_models(http_url: str, timeout: float) -> dict[str, RegisteredModel]:
+    """Ask for the models that engines have registered.
+
+    Raises: as :func:`read_server_info`.
+    """
+    with _client(http_url, timeout) as client:
+        status = _get_map(client, "/status")
+    models: dict[str, RegisteredModel] = {}
+    for entry in _entries(status, "cache_context_meta"):
+        model = _read_model(entry)
+        known = models.get(entry["model_name"])
+        if known is None or known.layout is None:
+            models[entry["model_name"]] = model
+        elif model.layout is not None and model != known:
+            models[entry["model_name"]] = RegisteredModel(
+                None, "several engines registered it with different layouts; pass layout=..."
+            )
+    for entry in _entries(status, "non_cuda_context_meta"):
+        models.setdefault(
+            entry["model_name"],
+            RegisteredModel(
+                None,
+                "its engine registered engine-driven, of which the server publishes no layout; "
+                "pass layout=...",
+                _count(entry.get("world_size")),
+            ),
+        )
+    return models
+
+
+def is_registered(http_url: str, instance_id: int, timeout: float) -> bool | None:
+    """Whether the server knows an engine-driven instance; None where it does not tell."""
+    try:
+        with _client(http_url, timeout) as client:
+            instances = _get_map(client, "/status").get("registered_non_cuda_instance_ids")
+    except (ConnectError, ServerTimeoutError, ProtocolError):
+        return None
+    return instance_id in instances if isinstance(instances, list) else None
+
+
+def _client(http_url: str, timeout: float) -> httpx.Client:
+    key = os.environ.get(API_KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        # Proxies of the environment are for the internet, not for a cache server next door.
+        return httpx.Client(base_url=http_url, timeout=timeout, headers=headers, trust_env=False)
+    except (httpx.InvalidURL, ValueError, TypeError) as error:
+        raise ConnectError(f"{http_url!r} is no HTTP address: {error}") from error
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    url = f"{str(client.base_url).rstrip('/')}{path}"
+    try:
+        response = client.get(path)
+    except httpx.TimeoutException as error:
+        seconds = client.timeout.read
+        raise ServerTimeoutError(f"GET {url}: no answer within {seconds:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConnectError(f"GET {url}: {error or type(error).__name__}") from error
+    if response.status_code in (401, 403):
+        raise ConnectError(
+            f"GET {url}: the server asks for an API key; set {API_KEY_VARIABLE} to it"
+        )
+    if response.status_code != httpx.codes.OK:
+        raise ConnectError(
+            f"GET {url}: HTTP status {response.status_code}; expected an LMCache server's answer"
+        )
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ProtocolError(f"GET {url}: the answer is no JSON: {error}") from error
+
+
+def _get_map(client: httpx.Client, path: str) -> dict[str, Any]:
+    value = _get(client, path)
+    if not isinstance(value, dict):
+        raise ProtocolError(f"GET {client.base_url}{path}: got {value!r}; expected an object")
+    return value
+
+
+def _entries(status: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
+    """The entries of one section of ``/status`` that name a model."""
+    entries = status.get(section)
+    values = entries.values() if isinstance(entries, dict) else ()
+    return [v for v in values if isinstance(v, dict) and isinstance(v.get("model_name"), str)]
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _read_model(entry: Mapping[str, Any]) -> RegisteredModel:
+    world_size = _count(entry.get("world_size"))
+    readers = _count(entry.get("num_kv_readers"))
+    try:
+        layout = _read_layout(entry)
+        if world_size > 1:
+            raise ValueError(
+                f"its engine runs on {world_size} ranks, each of which stores its own part"
+            )
+    except (ValueError, KeyError, TypeError, InvalidInputError) as error:
+        why = f"/status has no {error}" if isinstance(error, KeyError) else str(error)
+        return RegisteredModel(None, f"{why}; pass layout=...", world_size, readers)
+    return RegisteredModel(layout, "", world_size, readers)
+
+
+_PACKED = ("NL_X_NB_NH_BS_CS", "NL_X_NB_BS_NH_CS")
+_ONE_PLANE = ("NL_X_NB_BS_HS", "NL_X_NBBS_ONE_HS")
+
+
+def _read_layout(entry: Mapping[str, Any]) -> KVLayout:
+    """Read ``kv_cache_layout`` of a ``/status`` entry; ValueError says why it cannot be."""
+    described = entry["kv_cache_layout"]
+    groups = described["kernel_groups"]
+    if len(groups) != 1:
+        raise ValueError(f"its layers form {len(groups)} groups of different layouts")
+    group = groups[0]
+    kv_format = str(group["engine_kv_format"]).rpartition(".")[2]
+    shape = str(group["engine_kv_concrete_shape"])
+    match = re.fullmatch(r"\s*(\d+)\s*x\s*\[([\d,\s]+)\]\s*", shape)
+    if match is None:
+        raise ValueError(f"its layout {kv_format} has the shape {shape!r}, which says no sizes")
+    sizes = [int(size) for size in match[2].split(",")]
+    num_layers = int(described["num_layers"])
+    block_size = int(group["tokens_per_block"])
+    if group.get("is_mla") or kv_format in _ONE_PLANE:
+        heads, head_dim, planes = 1, sizes[-1], 1
+    elif kv_format in _PACKED:
+        if len(sizes) != 4:
+            raise ValueError(f"its layout {kv_format} has the shape {shape!r}; expected 4 sizes")
+        # Keys and values of a head lie behind one another: one plane of opaque rows.
+        heads, head_dim, planes = math.prod(sizes[1:]) // block_size // sizes[-1], sizes[-1], 1
+    elif "TWO" in kv_format and len(sizes) == 5:
+        planes = 2
+        head_dim = sizes[-1]
+        heads = sizes[-2] if kv_format.endswith("_BS_NH_HS") else sizes[-3]
+    else:
+        raise ValueError(f"its layout {kv_format} is unknown here")
+    return KVLayout(num_layers, heads, head_dim, group["dtype"], block_size, planes)
