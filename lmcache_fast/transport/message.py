@@ -1,0 +1,167 @@
+"""Chunks inside the messages: for servers without shared memory, and for those on other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmcache_fast.errors import PayloadError, SharedMemoryError
+from lmcache_fast.layout import KVLayout
+from lmcache_fast.protocol.messages import Key, ReadGrant
+from lmcache_fast.transport import inline, pickle
+
+if TYPE_CHECKING:
+    from lmcache_fast.protocol.connection import Connection
+
+#: Bytes of chunks that one message holds at most (it always holds one chunk). Messages must stay
+#: below msgpack's 4 GiB, and smaller ones need less memory on both ends.
+MESSAGE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to put chunks into bytes and to get them back.
+
+    ``encode(chunks)`` takes chunks ``[2, L, chunk, D]`` (``[L, chunk, D]`` for one plane);
+    ``decode(data, layout, chunk_size)`` gives them back as views of ``data``.
+    """
+
+    name: str
+    encode: Callable[[Sequence[torch.Tensor]], bytearray]
+    decode: Callable[[bytes, KVLayout, int], list[torch.Tensor]]
+
+
+CODECS = {
+    "inline": Codec("inline", inline.encode_chunks, inline.decode_chunks),
+    "pickle": Codec("pickle", pickle.encode_chunks, pickle.decode_chunks),
+}
+
+
+class MessageTransport:
+    """Sends and receives chunks inside the messages themselves.
+
+    Args:
+        codec: how chunks are put into bytes.
+        layout: shape of the model's cache.
+        chunk_size: tokens a chunk.
+    """
+
+    def __init__(self, codec: Codec, layout: KVLayout, chunk_size: int) -> None:
+        self.name = codec.name
+        self.codec = codec
+        self.layout = layout
+        self.chunk_size = chunk_size
+
+    def reader(self, grant: ReadGrant, num_chunks: int) -> MessageReader:
+        """See :class:`lmcache_fast.transport.base.Transport`.
+
+        Raises:
+            PayloadError: the data is not those chunks.
+            SharedMemoryError: the server has a pool and sends no chunks.
+        """
+        if grant.slots and not grant.data:
+            raise SharedMemoryError(
+                f"retrieve: this server hands out chunks in its shared memory only, and the "
+                f"{self.name} transport is in use; make its pool usable here, or start it "
+                "without --shm-name"
+            )
+        if not isinstance(grant.data, bytes):
+            raise PayloadError(
+                f"{self.name}: the chunks came as {type(grant.data).__name__}; expected bytes"
+            )
+        chunks = self.codec.decode(grant.data, self.layout, self.chunk_size)
+        if len(chunks) != num_chunks:
+            raise PayloadError(f"{self.name}: {len(chunks)} chunks came; expected {num_chunks}")
+        shape = self.layout.kv_shape(self.chunk_size)
+        return MessageReader([chunk.view(shape) for chunk in chunks])
+
+    def writer(self, connection: Connection, key: Key, num_chunks: int) -> MessageWriter | None:
+        """See :class:`lmcache_fast.transport.base.Transport`."""
+        # Nothing is reserved beforehand; so ask what is there, which also saves sending it again.
+        hit = _lookup(connection, key, self.chunk_size)
+        if hit >= num_chunks:
+            return None
+        return MessageWriter(self, connection, key, range(hit, num_chunks))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class MessageReader:
+    """Chunks of one message; see :class:`lmcache_fast.transport.base.ChunkReader`."""
+
+    side = None
+
+    def __init__(self, chunks: Sequence[torch.Tensor]) -> None:
+        self._chunks = chunks
+
+    def chunk(self, index: int) -> torch.Tensor:
+        """Chunk ``index`` within the message."""
+        return self._chunks[index]
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Copy all chunks into ``out``."""
+        start = 0
+        for chunk in self._chunks:
+            end = start + chunk.shape[2]
+            # As bytes: the message's chunks need not be aligned.
+            out[:, :, start:end].view(torch.uint8).copy_(chunk.view(torch.uint8))
+            start = end
+
+
+class MessageWriter:
+    """Chunks to be sent; see :class:`lmcache_fast.transport.base.ChunkWriter`."""
+
+    side = None
+
+    def __init__(
+        self,
+        transport: MessageTransport,
+        connection: Connection,
+        key: Key,
+        chunk_indices: Sequence[int],
+    ) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._key = key
+        self._messages: list[tuple[Key, bytearray]] = []
+        self.chunk_indices = chunk_indices
+
+    def copy_from(self, kv: torch.Tensor) -> None:
+        """Copy the chunks out of ``kv`` into messages."""
+        layout, size = self._transport.layout, self._transport.chunk_size
+        per_message = max(1, MESSAGE_BYTES // (layout.token_bytes * size))
+        self._messages = []
+        for place in range(0, len(self.chunk_indices), per_message):
+            indices = self.chunk_indices[place : place + per_message]
+            chunks = [kv[:, :, index * size : (index + 1) * size] for index in indices]
+            if layout.planes == 1:
+                chunks = [chunk[0] for chunk in chunks]
+            key = replace(
+                self._key,
+                start=self._key.start + indices[0] * size,
+                end=self._key.start + (indices[-1] + 1) * size,
+            )
+            self._messages.append((key, self._transport.codec.encode(chunks)))
+
+    def commit(self) -> bool:
+        """Send the messages, each only after the one before; True if all chunks are there then."""
+        messages, self._messages = self._messages, []
+        for key, message in messages:
+            if not self._connection.commit_store(key, message):
+                return False
+        # A server says yes as well when it had no room for some of the chunks.
+        hit = _lookup(self._connection, self._key, self._transport.chunk_size)
+        return hit > self.chunk_indices[-1]
+
+
+def _lookup(connection: Connection, key: Key, chunk_size: int) -> int:
+    """Return how many of the key's leading chunks are cached, keeping no lock."""
+    lookup_key = replace(key, worker_id=None)
+    hit = connection.lookup(lookup_key)
+    if hit:
+        connection.free_lookup_locks(replace(lookup_key, end=key.start + hit * chunk_size))
+    return hit
