@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_fast._extension import native
 from lmcache_fast.arguments import (
     TokenIds,
     check_kv,
@@ -38,6 +39,7 @@ from lmcache_fast.transport.select import choose_transport
 
 if TYPE_CHECKING:
     from lmcache_fast.edits import Edit
+    from lmcache_fast.edits.plan import CompiledEdit
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +54,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EditResult:
-    """What an edit left: the tokens that were kept and how many of them are cached now."""
+    """What an edit left.
+
+    Attributes:
+        tokens: the kept tokens of the source.
+        num_cached: how many of them are cached now: whole chunks.
+        num_source: how many leading tokens were cached and edited; what is behind them was not.
+    """
 
     tokens: list[int]
     num_cached: int
+    num_source: int
 
 
 class KVClient:
@@ -257,7 +266,8 @@ class KVClient:
             LeaseExpiredError: the source's lock ran out before the copy was done.
             StoreIncompleteError: the pool had no room for all of it.
         """
-        from lmcache_fast.edits.compiled import compile_plan
+        from lmcache_fast.edits.edit import apply_plan
+        from lmcache_fast.edits.plan import compile_plan
 
         array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
@@ -269,22 +279,19 @@ class KVClient:
                 compiled = compile_plan(plan, self.layout, self.chunk_size)
                 kept = cached[plan.positions]
                 target = self._whole_chunks(kept)
-                if len(target):
-                    if source.side is None:
-                        kv = self._buffers.empty(
-                            self.layout.kv_shape(source.num_tokens), self.layout.dtype
-                        )
-                        source.copy_to(kv)
-                        kv, _ = edit.apply(plan, kv)
-                        self.store(kv, kept, cache_salt)
-                    else:
-                        self._write_all(
-                            "edit",
-                            target,
-                            cache_salt,
-                            lambda r: self._edit_into(r, source, compiled),
-                        )
-                return EditResult(kept.tolist(), len(target))
+                if not len(target):
+                    return EditResult(kept.tolist(), 0)
+                if source.side is not None:
+                    self._write_all(
+                        "edit", target, cache_salt, lambda r: self._edit_into(r, source, compiled)
+                    )
+                else:
+                    kv = self._buffers.empty(
+                        self.layout.kv_shape(source.num_tokens), self.layout.dtype
+                    )
+                    source.copy_to(kv)
+                    self.store(apply_plan(plan, kv), kept, cache_salt)
+                return EditResult(kept.tolist(), len(target), source.num_tokens)
 
         return self._retry("edit", attempt)
 
@@ -340,6 +347,21 @@ class KVClient:
         except BaseException:
             request.close()
             raise
+
+    def _edit_into(
+        self, request: Request, source: Lease, compiled: CompiledEdit
+    ) -> tuple[bool, bool]:
+        """Write the edit of ``source`` into the slots that the server reserves."""
+        writer = request.open_write()
+        if writer is None:
+            return False, False
+        runs, rotation = compiled.for_chunks(writer.chunk_indices, self.chunk_size)
+        assert native is not None and source.side is not None and writer.side is not None
+        native.copy_runs(source.side, writer.side, runs, rotation)
+        # Bytes that may have been someone else's are not published; the slots' TTL frees them.
+        source.check("edit")
+        num_chunks = len(compiled.new_positions) // self.chunk_size
+        return writer.commit(), len(writer.chunk_indices) == num_chunks
 
     def _write_all(
         self,
