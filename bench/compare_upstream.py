@@ -1,8 +1,8 @@
 """This package against upstream's SDK 0.5.6, on one real server, in one run.
 
 ``python -m bench.compare_upstream`` starts the servers and one worker for each SDK, lets them take
-turns, and writes ``bench/results/upstream.json``: medians of the pairs' ratios. Needs about 20 GB of
-memory and 15 quiet minutes.
+turns, and writes ``bench/results/upstream.json``: medians of the pairs' ratios. Needs about 20 GB
+of memory and 15 quiet minutes.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lmcache_fast._native import ChunkedSide, copy_runs
-from lmcache_fast.edits.compiled import compile_plan
-from lmcache_fast.sdk.batch import LMCacheBatchedStream
 
 from bench.workers.common import Geometry, added_memory, serve, timed
 from lmcache_fast import KVClient, KVLayout, edits
+from lmcache_fast._native import ChunkedSide, copy_runs
+from lmcache_fast.edits.plan import compile_plan
+from lmcache_fast.sdk.batch import LMCacheBatchedStream
 from lmcache_fast.sdk.stream import create_request
 
 geometry = Geometry()
