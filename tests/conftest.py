@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--server-version",
         action="append",
-        help="a release of lmcache to test against; repeat for more (default: 0.5.2 0.5.6 0.5.7rc2)",
+        help="a release of lmcache to test against; repeat for more (default: three)",
     )
 
 

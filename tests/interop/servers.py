@@ -100,12 +100,16 @@ class Server:
 
 
 @contextmanager
-def upstream_server(peer: Peer, folder: Path, shared_memory: bool = True) -> Iterator[Server]:
+def upstream_server(
+    peer: Peer, folder: Path, shared_memory: bool = True, chunk_size: int = CHUNK
+) -> Iterator[Server]:
     """Run upstream's server for the length of a ``with`` block."""
     # From 0.5.4 on the default mode is one in which the server copies, on a GPU.
     flags = ("--supported-transfer-mode", "auto") if peer.version[:5] > "0.5.3" else ()
     command = (peer.python, "-c", _UPSTREAM, "server")
-    server = Server(peer.version, command, peer.environment(), folder, shared_memory, flags=flags)
+    server = Server(
+        peer.version, command, peer.environment(), folder, shared_memory, chunk_size, flags
+    )
     try:
         yield server
     finally:

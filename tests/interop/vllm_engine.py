@@ -1,0 +1,78 @@
+"""A real vLLM on the CPU, with LMCache's connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from lmcache_fast import KVLayout
+from tests.interop import peer
+from tests.interop.processes import Program, free_ports
+from tests.interop.servers import Server
+
+#: vLLM's CPU kernels pack keys and values in a way of their own: a token's row is opaque, and only
+#: whole chunks can be moved. The tiny model: 4 layers, 4 heads of 64, keys and values.
+LAYOUT = KVLayout(4, 1, 2 * 4 * 64, torch.bfloat16, planes=1)
+#: Tokens a chunk: a multiple of the engine's block.
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine: its address, and the name that it registers its model under."""
+
+    url: str
+    model: str
+
+    def cached_tokens(self, prompt: list[int]) -> int:
+        """Return how many tokens of ``prompt`` the engine takes from the cache."""
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": 1}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=240.0)
+        usage = answer.raise_for_status().json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+@contextmanager
+def vllm_engine(server: Server, folder: Path) -> Iterator[Engine]:
+    """Run vLLM against ``server`` for the length of a ``with`` block."""
+    environment, model = peer.ensure_vllm()
+    (port,) = free_ports(1)
+    extra = {
+        "lmcache.mp.host": "tcp://127.0.0.1",
+        "lmcache.mp.port": server.port,
+        "lmcache.mp.mp_transfer_mode": "engine_driven",
+    }
+    connector = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    program = Program(
+        [
+            *(environment.python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", model, "--host", "127.0.0.1", "--port", port, "--load-format", "dummy"),
+            *("--max-model-len", 8192, "--enforce-eager", "--no-enable-prefix-caching"),
+            *("--return-tokens-as-token-ids", "--enable-prompt-tokens-details"),
+            *("--kv-transfer-config", json.dumps(connector)),
+        ],
+        {
+            **environment.environment(),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
+        folder / "vllm.log",
+    )
+    try:
+        program.wait_ready(f"http://127.0.0.1:{port}/health", 400)
+        yield Engine(f"http://127.0.0.1:{port}", str(model))
+    finally:
+        program.stop()
