@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+import torch.nn.functional as F
 
 from lmcache_fast.layout import KVLayout
 
@@ -183,11 +183,11 @@ class Model:
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         hidden = F.embedding(tokens, self._embedding)
-        heads = (config.num_attention_heads, *2 * (config.num_key_value_heads,))
+        heads = [config.num_attention_heads] + 2 * [config.num_key_value_heads]
         for index, layer in enumerate(self._layers):
             normed = self._norm(hidden, layer.input_norm)
             projected = F.linear(normed, layer.qkv).view(len(tokens), -1, config.head_dim)
-            queries, keys, values = projected.split(heads, dim=1)
+            queries, keys, values = torch.split(projected, heads, dim=1)
             queries = _rotate(self._norm(queries, layer.q_norm), cos, sin)
             keys = _rotate(self._norm(keys, layer.k_norm), cos, sin)
             attended = attend(index, queries, keys, values)
@@ -221,8 +221,8 @@ class Model:
         visible: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of ``queries`` ``[n, heads, d]`` over the first ``length`` rows of a layer."""
-        keys = kv[0, layer, :length].unflatten(1, self._kv_heads_shape).transpose(0, 1)
-        values = kv[1, layer, :length].unflatten(1, self._kv_heads_shape).transpose(0, 1)
+        keys = kv[0, layer, :length].view(length, *self._kv_heads_shape).transpose(0, 1)
+        values = kv[1, layer, :length].view(length, *self._kv_heads_shape).transpose(0, 1)
         attended = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys[None].float(),
