@@ -1,10 +1,12 @@
-"""Reports of what a batch measured."""
+"""What streams and batches measured, and how it is reported."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TextIO
 
 from lmcache_fast.errors import InvalidInputError
@@ -33,6 +35,45 @@ def check_format(where: str, fmt: str, width: int) -> None:
         raise InvalidInputError(f"{where}: fmt is {fmt!r}; expected one of {', '.join(FORMATS)}")
     if not isinstance(width, int) or width < 1:
         raise InvalidInputError(f"{where}: width is {width!r}; expected a positive integer")
+
+
+@dataclass(frozen=True)
+class StreamPerfMetrics:
+    """What one ``generate`` call measured.
+
+    Attributes:
+        duration: seconds from the call to the last token.
+        input_tokens: tokens of the prompt that was sent.
+        output_tokens: tokens that came back.
+        input_tput: input tokens a second.
+        output_tput: output tokens a second.
+        tpot: seconds between one token and the next, for each but the first.
+        ttft: seconds to the first token; 0.0 if none came.
+    """
+
+    duration: float = 0.0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tput: float = 0.0
+    output_tput: float = 0.0
+    tpot: list[float] = field(default_factory=list)
+    ttft: float = 0.0
+
+    @classmethod
+    def of(
+        cls, input_tokens: int, begin: float, token_times: Sequence[float], end: float
+    ) -> StreamPerfMetrics:
+        """Work them out from the time that the call began, each token came, and it ended."""
+        duration = end - begin
+        return cls(
+            duration=duration,
+            input_tokens=input_tokens,
+            output_tokens=len(token_times),
+            input_tput=input_tokens / duration if duration > 0 else 0.0,
+            output_tput=len(token_times) / duration if duration > 0 else 0.0,
+            tpot=[later - earlier for earlier, later in pairwise(token_times)],
+            ttft=token_times[0] - begin if token_times else 0.0,
+        )
 
 
 class Metrics:

@@ -14,9 +14,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +31,22 @@ from lmcache_fast.errors import (
     LMCacheFastError,
     ModifyTimeoutError,
 )
+from lmcache_fast.metrics import StreamPerfMetrics
 
 if TYPE_CHECKING:
     from lmcache_fast.client import KVClient
+
+__all__ = [
+    "LMCacheStream",
+    "LMCacheStreamError",
+    "PostCompletion",
+    "StreamPerfMetrics",
+    "TokenEvent",
+    "create_request",
+    "generate",
+    "get",
+    "update",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +58,6 @@ DEFAULT_MAX_TOKENS = 16
 
 #: ``fn(kv [planes, L, T, D], tokens) -> (kv [planes, L, T', D], tokens)``
 EditFunction = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, Sequence[int]]]
-
-
-@dataclass(frozen=True)
-class StreamPerfMetrics:
-    """What one ``generate`` call measured.
-
-    Attributes:
-        duration: seconds from the call to the last token.
-        input_tokens: tokens of the prompt that was sent.
-        output_tokens: tokens that came back.
-        input_tput: input tokens a second.
-        output_tput: output tokens a second.
-        tpot: seconds between one token and the next, for each but the first.
-        ttft: seconds to the first token; 0.0 if none came.
-    """
-
-    duration: float = 0.0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tput: float = 0.0
-    output_tput: float = 0.0
-    tpot: list[float] = field(default_factory=list)
-    ttft: float = 0.0
 
 
 class LMCacheStream:
@@ -108,6 +97,7 @@ class LMCacheStream:
         self._expected = len(self.tokens)
         self._in_use = threading.Lock()
         self._cancelled = threading.Event()
+        self._engine_call: Iterable[TokenEvent] = ()
 
     def stream_id(self) -> str:
         """Return the stream's unique id."""
@@ -137,6 +127,9 @@ class LMCacheStream:
         """Let a call that is under way in another thread stop at its next token or look-up."""
         if self._in_use.locked():
             self._cancelled.set()
+            cancel = getattr(self._engine_call, "cancel", None)
+            if cancel is not None:
+                cancel()
 
     def generate(
         self, sampling_params: Mapping[str, Any], suffix_tokens: TokenIds = ()
@@ -189,16 +182,7 @@ class LMCacheStream:
                     self._suffix = []
                     self._expected = len(prompt)
                     self.done = succeeded and len(generated) < max_tokens
-        duration = time.perf_counter() - begin
-        return StreamPerfMetrics(
-            duration=duration,
-            input_tokens=len(prompt),
-            output_tokens=len(generated),
-            input_tput=len(prompt) / duration if duration > 0 else 0.0,
-            output_tput=len(generated) / duration if duration > 0 else 0.0,
-            tpot=np.diff(times).tolist(),
-            ttft=times[0] - begin if times else 0.0,
-        )
+        return StreamPerfMetrics.of(len(prompt), begin, times, time.perf_counter())
 
     def retrieve_kv(self, timeout: float = 30.0, poll_interval: float = 0.2) -> torch.Tensor:
         """Fetch the KV of the stream's cached prefix, once the engine has stored it.
@@ -289,9 +273,12 @@ class LMCacheStream:
         if self._cancelled.is_set():
             raise LMCacheFastError(f"{where}: stream {self._stream_id} was cancelled")
 
-    def _events(self, prompt: list[int], params: dict[str, Any]) -> Generator[TokenEvent, None, None]:
+    def _events(
+        self, prompt: list[int], params: dict[str, Any]
+    ) -> Generator[TokenEvent, None, None]:
         """Yield the engine's events, checked; end the engine's request on every path."""
         events = self.post_completion(list(prompt), params, self.cache_salt)
+        self._engine_call = events
         try:
             for event in events:
                 token_id = event.token_id
@@ -302,15 +289,15 @@ class LMCacheStream:
             close = getattr(events, "close", None)
             if close is not None:
                 close()
+            self._engine_call = ()
             self.usage = getattr(events, "usage", None)
 
     def _wait_cached(
         self, where: str, timeout: float, poll_interval: float, allow_partial: bool
     ) -> Iterator[tuple[int, int]]:
         """Yield (required, cached) tokens every time enough is cached, until the time is up."""
-        for name, value in (("timeout", timeout), ("poll_interval", poll_interval)):
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise InvalidInputError(f"{where}: {name} is {value!r}; expected seconds, 0 or more")
+        _check_seconds(where, "timeout", timeout)
+        _check_seconds(where, "poll_interval", poll_interval)
         chunk_size = self.ctx.chunk_size
         if len(self.tokens) < chunk_size:
             raise InvalidInputError(
@@ -369,8 +356,7 @@ class LMCacheStream:
         stored = self.ctx.store(kv, tokens, self.cache_salt)
         if not stored and len(tokens) >= self.ctx.chunk_size:
             logger.warning(
-                "stream %s: every chunk of these tokens was cached already, so the cache keeps what "
-                "it had",
+                "stream %s: these tokens were cached already, and the cache keeps what it had",
                 self._stream_id,
             )
         self._go_on_from(tokens, suffix)
@@ -409,9 +395,7 @@ def generate(
     return stream.generate(sampling_params, suffix_tokens)
 
 
-def get(
-    stream: LMCacheStream, timeout: float = 30.0, poll_interval: float = 0.2
-) -> torch.Tensor:
+def get(stream: LMCacheStream, timeout: float = 30.0, poll_interval: float = 0.2) -> torch.Tensor:
     """Call :meth:`LMCacheStream.retrieve_kv`."""
     return stream.retrieve_kv(timeout, poll_interval)
 
@@ -432,3 +416,8 @@ def _max_tokens(sampling_params: Mapping[str, Any]) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
         raise InvalidInputError(f"generate: max_tokens is {value!r}; expected 1 or more")
     return int(value)
+
+
+def _check_seconds(where: str, name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise InvalidInputError(f"{where}: {name} is {value!r}; expected seconds, 0 or more")
