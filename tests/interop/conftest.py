@@ -11,7 +11,7 @@ import torch
 
 from lmcache_fast import KVClient, KVLayout
 from tests.interop import peer
-from tests.interop.servers import Server, upstream_server
+from tests.interop.servers import Server, real_server
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 MODEL = "interop/model"
@@ -39,7 +39,7 @@ def running_server(
     """One of upstream's servers, started for all tests of its release and transport."""
     version, kind = request.param
     folder = tmp_path_factory.mktemp("server")
-    with upstream_server(peer.ensure(version), folder, kind == "shm") as server:
+    with real_server(peer.ensure(version), folder, shared_memory=kind == "shm") as server:
         yield server
 
 

@@ -43,9 +43,8 @@ class Peer:
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Return our environment with the peer's variables; nothing of our package in it."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("LMCACHE_FAST_")}
-        inherited.pop("PYTHONPATH", None)
+        """Return our environment with the peer's variables and none of our import path."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return {**inherited, **self.variables}
 
 

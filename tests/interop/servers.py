@@ -99,17 +99,39 @@ class Server:
         wait_until(lambda: not self.held(), 30, f"locks on {self.version} to be given back")
 
 
+class RealServer(Server):
+    """Upstream's server.
+
+    Args:
+        peer: the release to run.
+        folder: takes its log.
+        shared_memory: whether it keeps its cache in a shared segment.
+        chunk_size: tokens a chunk.
+        flags: further flags; they win over ours.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        folder: Path,
+        shared_memory: bool = True,
+        chunk_size: int = CHUNK,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.peer = peer
+        command = (peer.python, "-c", _UPSTREAM, "server")
+        if peer.version[:5] > "0.5.3":  # whose default is to copy in the server, on a GPU
+            flags = ("--supported-transfer-mode", "auto", *flags)
+        environment = peer.environment()
+        super().__init__(
+            peer.version, command, environment, folder, shared_memory, chunk_size, flags
+        )
+
+
 @contextmanager
-def upstream_server(
-    peer: Peer, folder: Path, shared_memory: bool = True, chunk_size: int = CHUNK
-) -> Iterator[Server]:
+def real_server(peer: Peer, folder: Path, **options: Any) -> Iterator[RealServer]:
     """Run upstream's server for the length of a ``with`` block."""
-    # From 0.5.4 on the default mode is one in which the server copies, on a GPU.
-    flags = ("--supported-transfer-mode", "auto") if peer.version[:5] > "0.5.3" else ()
-    command = (peer.python, "-c", _UPSTREAM, "server")
-    server = Server(
-        peer.version, command, peer.environment(), folder, shared_memory, chunk_size, flags
-    )
+    server = RealServer(peer, folder, **options)
     try:
         yield server
     finally:

@@ -12,14 +12,14 @@ from lmcache_fast import ConnectError, KVClient, ServerGoneError
 from tests.interop import peer
 from tests.interop.conftest import LAYOUT, MODEL
 from tests.interop.samples import random_kv, same_bits
-from tests.interop.servers import CHUNK, Server, upstream_server
+from tests.interop.servers import CHUNK, Server, real_server
 
 TIMEOUT = 20.0
 
 
 @pytest.fixture
 def mortal_server(tmp_path: Path) -> Iterator[Server]:
-    with upstream_server(peer.ensure(), tmp_path) as server:
+    with real_server(peer.ensure(), tmp_path) as server:
         yield server
 
 

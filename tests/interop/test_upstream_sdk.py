@@ -14,7 +14,7 @@ from lmcache_fast import KVClient
 from tests.interop import peer
 from tests.interop.conftest import LAYOUT, MODEL
 from tests.interop.samples import digest, random_kv
-from tests.interop.servers import CHUNK, Server, embedded_server, upstream_server
+from tests.interop.servers import CHUNK, Server, embedded_server, real_server
 from tests.interop.status_proxy import status_proxy
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -33,7 +33,7 @@ def one_server(
     folder = tmp_path_factory.mktemp("server")
     shared = transport == "shm"
     if kind == "real":
-        with upstream_server(peer.ensure(SDK_VERSION), folder, shared) as server:
+        with real_server(peer.ensure(SDK_VERSION), folder, shared_memory=shared) as server:
             yield server
     else:
         with embedded_server(folder, shared) as server:

@@ -13,7 +13,7 @@ import lmcache_fast.sdk.stream as lmc_stream
 from lmcache_fast.vllm import make_post_completion
 from tests.interop import peer
 from tests.interop.processes import wait_until
-from tests.interop.servers import Server, upstream_server
+from tests.interop.servers import Server, real_server
 from tests.interop.vllm_engine import CHUNK, LAYOUT, Engine, vllm_engine
 
 pytestmark = pytest.mark.timeout(900)  # vLLM takes a minute or two to start here
@@ -25,7 +25,7 @@ TAIL = 20
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Engine]]:
     folder = tmp_path_factory.mktemp("vllm")
     with (
-        upstream_server(peer.ensure(), folder, chunk_size=CHUNK) as server,
+        real_server(peer.ensure(), folder, chunk_size=CHUNK) as server,
         vllm_engine(server, folder) as engine,
     ):
         yield server, engine
