@@ -280,7 +280,7 @@ class KVClient:
                 kept = cached[plan.positions]
                 target = self._whole_chunks(kept)
                 if not len(target):
-                    return EditResult(kept.tolist(), 0)
+                    return EditResult(kept.tolist(), 0, source.num_tokens)
                 if source.side is not None:
                     self._write_all(
                         "edit", target, cache_salt, lambda r: self._edit_into(r, source, compiled)
