@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import uuid
@@ -10,10 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.interop.peer import Peer
-from tests.interop.processes import Program, free_ports, wait_until
+from tests.interop.processes import Program, fetch, free_ports, wait_until
 
 CHUNK = 64
 _UPSTREAM = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
@@ -81,7 +80,7 @@ class Server:
 
     def status(self) -> Any:
         """Return what ``GET /status`` says."""
-        return httpx.get(f"{self.http_url}/status", timeout=30.0).raise_for_status().json()
+        return json.loads(fetch(f"{self.http_url}/status"))
 
     def held(self) -> dict[str, int]:
         """Return how many locks and sessions clients hold on it, by kind; those above zero."""

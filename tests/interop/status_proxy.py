@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
-
 from lmcache_fast import KVLayout
+from tests.interop.processes import fetch
 
 
 def registration(model: str, layout: KVLayout) -> dict[str, Any]:
@@ -72,13 +71,12 @@ def status_proxy(http_url: str, models: dict[str, KVLayout]) -> Iterator[str]:
             pass
 
         def do_GET(self) -> None:
-            answer = httpx.get(http_url + self.path, timeout=30.0)
-            body = answer.content
+            body = fetch(http_url + self.path)
             if self.path == "/status":
                 status = json.loads(body)
                 status["cache_context_meta"] = {**status.get("cache_context_meta", {}), **entries}
                 body = json.dumps(status).encode()
-            self.send_response(answer.status_code)
+            self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
