@@ -52,6 +52,17 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def _same_package() -> str:
+    """A program that runs the command line from where this process has it.
+
+    ``-m`` would put the current folder first, where another copy of the package may be.
+    """
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}; from lmcache_fast.cli import main; "
+        "sys.exit(main())"
+    )
+
+
 class Child:
     """One running child process with its output kept in an unnamed file."""
 
@@ -61,7 +72,7 @@ class Child:
         self._read_end, self._write_end = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_fast", *arguments],
+                [sys.executable, "-c", _same_package(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -160,7 +171,7 @@ class ChildGroup:
         self._closed = False
 
     def start(self, name: str, arguments: Sequence[str]) -> Child:
-        """Start ``python -m lmcache_fast ARGUMENTS``.
+        """Start ``lmcache-fast ARGUMENTS``.
 
         Raises:
             ChildError: the group was closed.
