@@ -159,8 +159,11 @@ def _from_transformers(
     )
     if original is not None:
         config.original_max_position_embeddings = original
+    length: Any = num_tokens
+    if name == "dynamic" and num_tokens > longest:
+        length = torch.tensor(num_tokens)  # as the models pass it; the last bit depends on it
     try:
-        frequencies, _ = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), seq_len=num_tokens)
+        frequencies, _ = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), seq_len=length)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidInputError(
             f"Rope: transformers has no frequencies for scaling {dict(scaling)!r}: {error!r}"
