@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lmcache_fast import runs as run_plans
-from lmcache_fast._extension import require
+from lmcache_fast._extension import native
 from lmcache_fast.errors import ProtocolError, SharedMemoryError
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Slot
@@ -35,9 +35,11 @@ class ShmTransport:
     name = "shm"
 
     def __init__(self, pool: PoolInfo, layout: KVLayout, chunk_size: int) -> None:
-        self._native = require(SharedMemoryError)
+        if native is None:
+            raise SharedMemoryError("the native extension is not in use")
+        self._native = native
         try:
-            self._region: SharedRegion = self._native.SharedRegion(pool.shm_name, pool.pool_size)
+            self._region: SharedRegion = native.SharedRegion(pool.shm_name, pool.pool_size)
         except (OSError, ValueError) as error:
             raise SharedMemoryError(f"cannot map {pool.shm_name!r}: {error}") from error
         self._layout = layout
