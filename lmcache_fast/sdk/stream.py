@@ -29,9 +29,9 @@ from lmcache_fast.errors import (
     EngineError,
     InvalidInputError,
     LMCacheFastError,
-    ModifyTimeoutError,
 )
 from lmcache_fast.metrics import StreamPerfMetrics
+from lmcache_fast.sdk.waiting import wait_cached
 
 if TYPE_CHECKING:
     from lmcache_fast.client import KVClient
@@ -165,7 +165,8 @@ class LMCacheStream:
                         times.append(time.perf_counter())
                         generated.append(int(event.token_id))
                         texts.append(event.text)
-                        self._check_cancelled("generate")
+                        if self._cancelled.is_set():
+                            raise LMCacheFastError("cancelled")
                 succeeded = True
             except InvalidInputError:
                 raise
@@ -228,7 +229,9 @@ class LMCacheStream:
         stay with the stream (:meth:`suffix_tokens`) and are sent with the next ``generate``; so
         does, as part of ``tokens``, what the edit leaves behind its last whole chunk.
 
-        An edit of :mod:`lmcache_fast.edits` runs from slot to slot, without a tensor.
+        An edit of :mod:`lmcache_fast.edits` runs from slot to slot, without a tensor. The server
+        knows a chunk by its tokens and those before it: one where they are unchanged keeps the KV
+        it had, whatever ``fn`` made of it.
 
         Args:
             fn: ``fn(kv [planes, L, T, D], tokens) -> (kv [planes, L, T', D], tokens)``.
@@ -269,10 +272,6 @@ class LMCacheStream:
             self._cancelled.clear()
             self._in_use.release()
 
-    def _check_cancelled(self, where: str) -> None:
-        if self._cancelled.is_set():
-            raise LMCacheFastError(f"{where}: stream {self._stream_id} was cancelled")
-
     def _events(
         self, prompt: list[int], params: dict[str, Any]
     ) -> Generator[TokenEvent, None, None]:
@@ -295,32 +294,19 @@ class LMCacheStream:
     def _wait_cached(
         self, where: str, timeout: float, poll_interval: float, allow_partial: bool
     ) -> Iterator[tuple[int, int]]:
-        """Yield (required, cached) tokens every time enough is cached, until the time is up."""
-        _check_seconds(where, "timeout", timeout)
-        _check_seconds(where, "poll_interval", poll_interval)
-        chunk_size = self.ctx.chunk_size
-        if len(self.tokens) < chunk_size:
-            raise InvalidInputError(
-                f"{where}: stream {self._stream_id} has {len(self.tokens)} tokens; expected at "
-                f"least one chunk of {chunk_size}"
-            )
         expected = min(self._expected, len(self.tokens))
-        wanted = 1 if allow_partial else max(1, expected // chunk_size)
-        tokens = np.asarray(self.tokens, np.uint32)
-        deadline = time.monotonic() + timeout
-        while True:
-            cached = self.ctx.lookup(tokens, self.cache_salt)
-            if cached >= wanted * chunk_size:
-                yield wanted * chunk_size, cached
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ModifyTimeoutError(
-                    f"{where}: {cached // chunk_size} of {wanted} chunks of stream "
-                    f"{self._stream_id} were cached after {timeout:g} s of waiting for the engine "
-                    "to store them"
-                )
-            self._cancelled.wait(min(poll_interval, left))
-            self._check_cancelled(where)
+        chunks = 1 if allow_partial else max(1, expected // self.ctx.chunk_size)
+        for cached in wait_cached(
+            f"{where}: stream {self._stream_id}",
+            lambda tokens: self.ctx.lookup(tokens, self.cache_salt),
+            self.tokens,
+            self.ctx.chunk_size,
+            chunks,
+            timeout,
+            poll_interval,
+            self._cancelled,
+        ):
+            yield chunks * self.ctx.chunk_size, cached
 
     def _retrieve(
         self, where: str, timeout: float, poll_interval: float, allow_partial: bool
@@ -334,8 +320,9 @@ class LMCacheStream:
     def _edit_slots(
         self, edit: Edit, timeout: float, poll_interval: float, allow_partial: bool
     ) -> None:
-        waiting = self._wait_cached("modify_kv", timeout, poll_interval, allow_partial)
-        for required, cached in waiting:
+        for required, cached in self._wait_cached(
+            "modify_kv", timeout, poll_interval, allow_partial
+        ):
             result = self.ctx.edit(self.tokens[:cached], edit, self.cache_salt)
             if result.num_source >= required:
                 self._go_on_from(result.tokens, self.tokens[result.num_source :] + self._suffix)
@@ -416,8 +403,3 @@ def _max_tokens(sampling_params: Mapping[str, Any]) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
         raise InvalidInputError(f"generate: max_tokens is {value!r}; expected 1 or more")
     return int(value)
-
-
-def _check_seconds(where: str, name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise InvalidInputError(f"{where}: {name} is {value!r}; expected seconds, 0 or more")
