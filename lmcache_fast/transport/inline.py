@@ -35,7 +35,7 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
 _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
 
 
-def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytearray:
+def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
     """Put ``chunks``, CPU tensors, into an envelope."""
     head = msgspec.msgpack.encode({"version": 1, "tensors": None})[:-1]
     parts: list[bytes | torch.Tensor] = [head + _ARRAY32 + len(chunks).to_bytes(4, "big")]

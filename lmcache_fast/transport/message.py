@@ -30,7 +30,7 @@ class Codec:
     """
 
     name: str
-    encode: Callable[[Sequence[torch.Tensor]], bytearray]
+    encode: Callable[[Sequence[torch.Tensor]], bytes]
     decode: Callable[[bytes, KVLayout, int], list[torch.Tensor]]
 
 
@@ -127,7 +127,7 @@ class MessageWriter:
         self._transport = transport
         self._connection = connection
         self._key = key
-        self._messages: list[tuple[Key, bytearray]] = []
+        self._messages: list[tuple[Key, bytes]] = []
         self.chunk_indices = chunk_indices
 
     def copy_from(self, kv: torch.Tensor) -> None:

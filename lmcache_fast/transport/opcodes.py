@@ -99,7 +99,7 @@ class PickleReader:
 
     def _line(self) -> str:
         start = self.position
-        while self.take(1) != b"\n":
+        while self.take(1)[0] != ord("\n"):
             if self.position - start > 256:
                 raise PayloadError("pickle: a global's name is too long")
         return str(self._data[start : self.position - 1], "utf-8")

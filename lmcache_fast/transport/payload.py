@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,22 +15,28 @@ def contiguous_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def assemble(parts: Sequence[bytes | torch.Tensor]) -> bytearray:
+def assemble(parts: Sequence[bytes | torch.Tensor]) -> bytes:
     """Join byte strings and the elements of CPU tensors, which may be strided views."""
     sizes = [len(part) if isinstance(part, bytes) else contiguous_bytes(part) for part in parts]
-    message = bytearray(sum(sizes))
-    position = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if isinstance(part, bytes):
-            message[position : position + size] = part
-        elif size:
-            if part.stride(-1) != 1:
-                part = part.contiguous()
-            rows = part.detach().view(torch.uint8)
-            target = torch.frombuffer(message, dtype=torch.uint8, count=size, offset=position)
-            target.view(rows.shape).copy_(rows)
-        position += size
-    return message
+    # The stream takes the zeros over, lets them be written to, and gives them back, never copied.
+    stream = io.BytesIO(bytes(sum(sizes)))
+    with stream.getbuffer() as message:
+        position = 0
+        for part, size in zip(parts, sizes, strict=True):
+            if isinstance(part, bytes):
+                message[position : position + size] = part
+            elif size:
+                _write(message, position, part)
+            position += size
+    return stream.getvalue()
+
+
+def _write(message: memoryview, position: int, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    rows = tensor.detach().view(torch.uint8)
+    target = torch.frombuffer(message, dtype=torch.uint8, count=rows.numel(), offset=position)
+    target.view(rows.shape).copy_(rows)
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

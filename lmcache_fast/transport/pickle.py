@@ -1,7 +1,7 @@
 """Chunks as a pickle of a list of tensors: what servers up to 0.5.6 exchange without shared memory.
 
-What we write loads with plain ``pickle.loads`` wherever torch is, and copies each chunk once. What we
-read is never unpickled: :mod:`lmcache_fast.transport.opcodes` reads it as data, and only the few
+What we write loads with plain ``pickle.loads`` wherever torch is, and copies each chunk once. What
+we read is never unpickled: :mod:`lmcache_fast.transport.opcodes` reads it as data, and only the few
 calls that a CPU tensor's pickle is made of are understood, not made.
 """
 
@@ -38,7 +38,7 @@ _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 _TORCH_VERSION = 1001
 
 
-def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytearray:
+def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
     """Pickle ``chunks``, CPU tensors of one dtype and shape, as a list of tensors.
 
     Each is ``torch.reshape(partial(torch.frombuffer, dtype=...)(bytearray), shape)``: public
