@@ -1,0 +1,31 @@
+// Plain C++ for every processor, and what the vector kernels are compared with.
+#include <atomic>
+#include <cstring>
+
+#include "scalar_rotation.hpp"
+
+namespace lmcache_fast {
+namespace {
+
+bool supported() {
+    return true;
+}
+
+void copy(const std::byte* const* sources, std::byte* const* targets, const std::byte* const*,
+          std::size_t bytes) {
+    for (std::size_t i = 0; i < kStreams; ++i) std::memcpy(targets[i], sources[i], bytes);
+}
+
+void rotate(const HeadShape& heads, const RotatedRow* rows, std::size_t count, bool) {
+    scalar_rotate(heads, rows, count);
+}
+
+void fence() {
+    std::atomic_thread_fence(std::memory_order_release);
+}
+
+}  // namespace
+
+const Kernels kPortableKernels{"portable", supported, copy, rotate, fence};
+
+}  // namespace lmcache_fast

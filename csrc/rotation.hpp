@@ -1,0 +1,62 @@
+// Rotary position embedding applied to keys while they are copied.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lmcache_fast {
+
+enum class Element { kBFloat16, kFloat16, kFloat32 };
+
+/// Throws std::invalid_argument for anything but bfloat16, float16 and float32.
+Element parse_element(const std::string& dtype);
+
+/// What a row of keys looks like: `num_heads` heads of `head_dim` elements, the first `rotary_dim`
+/// of each rotated in pairs (j, j + rotary_dim / 2), or (2j, 2j + 1) when interleaved.
+struct HeadShape {
+    std::int64_t num_heads;
+    std::int64_t head_dim;
+    std::int64_t rotary_dim;
+    bool interleaved;
+    Element element;
+
+    std::int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : 2; }
+    std::int64_t row_bytes() const { return num_heads * head_dim * element_bytes(); }
+};
+
+/// Tables of cosines and sines and which of their rows each run uses. Does not move.
+class Rotation {
+  public:
+    /// `cosines` and `sines` are [table_rows, rotary_dim / 2]. Token i of run r uses table row
+    /// run_rows[r] + i * row_step; a negative run_rows[r] leaves the run alone.
+    /// Throws std::invalid_argument for a shape that makes no sense.
+    Rotation(std::vector<float> cosines, std::vector<float> sines, std::int64_t table_rows,
+             std::vector<std::int32_t> run_rows, std::int64_t row_step, const HeadShape& heads);
+
+    const HeadShape& heads() const { return heads_; }
+    std::size_t num_runs() const { return run_rows_.size(); }
+    bool rotates(std::size_t run) const { return run_rows_[run] >= 0; }
+    /// Table row of a run's token. Only after check_run.
+    std::int64_t table_row(std::size_t run, std::int64_t token) const {
+        return run_rows_[run] + token * row_step_;
+    }
+    const float* cosines(std::int64_t row) const { return cosines_.data() + row * half(); }
+    const float* sines(std::int64_t row) const { return sines_.data() + row * half(); }
+
+    /// Throws std::invalid_argument unless all of the run's rows are in the table.
+    void check_run(std::size_t run, std::int64_t count) const;
+
+  private:
+    std::int64_t half() const { return heads_.rotary_dim / 2; }
+
+    std::vector<float> cosines_;
+    std::vector<float> sines_;
+    std::int64_t table_rows_;
+    std::vector<std::int32_t> run_rows_;
+    std::int64_t row_step_;
+    HeadShape heads_;
+};
+
+}  // namespace lmcache_fast

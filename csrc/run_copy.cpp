@@ -1,0 +1,140 @@
+#include "run_copy.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/kernels.hpp"
+#include "thread_pool.hpp"
+
+namespace lmcache_fast {
+namespace {
+
+// Below this a target is likely to be read again from the cache.
+constexpr std::int64_t kStreamFrom = std::int64_t{4} << 20;
+// Below this another thread costs more than it brings.
+constexpr std::int64_t kParallelFrom = std::int64_t{256} << 10;
+constexpr std::int64_t kTileBytes = std::int64_t{512} << 10;
+constexpr std::size_t kLine = 64;
+
+bool aligned(const void* address, std::size_t bytes) {
+    return reinterpret_cast<std::uintptr_t>(address) % kLine == 0 && bytes % kLine == 0;
+}
+
+/// Moves some pieces in one plane of one layer.
+class Mover {
+  public:
+    Mover(const Kernels& kernels, const Rotation* rotation, bool stream)
+        : kernels_(kernels), rotation_(rotation), stream_(stream) {}
+
+    void move(const Piece* begin, const Piece* end, std::int64_t from, std::int64_t to,
+              bool keys) const {
+        for (const Piece* at = begin; at < end;) {
+            const Piece* stop = batch_end(at, end, keys);
+            if (keys && at->table_row >= 0) {
+                rotate(at, stop, from, to);
+            } else {
+                copy(at, stop, end, from, to);
+            }
+            at = stop;
+        }
+    }
+
+  private:
+    /// Up to kStreams pieces of one kind and length.
+    static const Piece* batch_end(const Piece* at, const Piece* end, bool keys) {
+        const Piece* most = at + std::min<std::ptrdiff_t>(end - at, kStreams);
+        const Piece* stop = at + 1;
+        while (stop < most && stop->bytes == at->bytes &&
+               (!keys || (stop->table_row < 0) == (at->table_row < 0))) {
+            ++stop;
+        }
+        return stop;
+    }
+
+    void copy(const Piece* at, const Piece* stop, const Piece* end, std::int64_t from,
+              std::int64_t to) const {
+        const std::byte* sources[kStreams];
+        const std::byte* next[kStreams];
+        std::byte* targets[kStreams];
+        const auto count = static_cast<std::size_t>(stop - at);
+        bool stream = stream_ && count == kStreams;
+        for (std::size_t i = 0; i < count; ++i) {
+            sources[i] = at[i].source + from;
+            targets[i] = at[i].target + to;
+            stream = stream && aligned(targets[i], at->bytes);
+        }
+        if (!stream) {
+            for (std::size_t i = 0; i < count; ++i) std::memcpy(targets[i], sources[i], at->bytes);
+            return;
+        }
+        for (std::size_t i = 0; i < count; ++i) {
+            next[i] = stop + i < end ? stop[i].source + from : sources[i];
+        }
+        kernels_.stream_copy(sources, targets, next, at->bytes);
+    }
+
+    void rotate(const Piece* at, const Piece* stop, std::int64_t from, std::int64_t to) const {
+        RotatedRow rows[kStreams];
+        const auto count = static_cast<std::size_t>(stop - at);
+        bool stream = stream_;
+        for (std::size_t i = 0; i < count; ++i) {
+            rows[i] = {at[i].source + from, at[i].target + to, rotation_->cosines(at[i].table_row),
+                       rotation_->sines(at[i].table_row)};
+            stream = stream && aligned(rows[i].target, at[i].bytes);
+        }
+        kernels_.rotate(rotation_->heads(), rows, count, stream);
+    }
+
+    const Kernels& kernels_;
+    const Rotation* rotation_;
+    bool stream_;
+};
+
+/// Where each tile's pieces begin, and the end. Whole batches, so that few are cut short.
+std::vector<std::size_t> cut_tiles(const CopyPlan& plan) {
+    std::vector<std::size_t> begins{0};
+    std::int64_t bytes = 0;
+    for (std::size_t i = 0; i < plan.pieces.size(); ++i) {
+        if (bytes >= kTileBytes && (i - begins.back()) % kStreams == 0) {
+            begins.push_back(i);
+            bytes = 0;
+        }
+        bytes += plan.pieces[i].bytes;
+    }
+    begins.push_back(plan.pieces.size());
+    return begins;
+}
+
+}  // namespace
+
+void copy_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* runs,
+               std::size_t num_runs, const Rotation* rotation, unsigned num_threads) {
+    const CopyPlan plan = plan_copy(source, target, runs, num_runs, rotation);
+    if (plan.pieces.empty()) return;
+    const ChunkShape& from = source.shape();
+    const ChunkShape& to = target.shape();
+    const std::int64_t total = plan.bytes * from.planes * from.layers;
+    const std::vector<std::size_t> begins = cut_tiles(plan);
+    const Kernels& kernels = active_kernels();
+    const Mover mover(kernels, rotation, total >= kStreamFrom);
+
+    // Layers vary fastest: the next tile of a thread needs the same rows of the rotation's tables.
+    const auto layers = static_cast<std::size_t>(from.layers);
+    const auto planes = static_cast<std::size_t>(from.planes);
+    const std::size_t tiles = (begins.size() - 1) * planes * layers;
+    const unsigned threads =
+        total < kParallelFrom ? 1 : (num_threads != 0 ? num_threads : default_num_threads());
+    ThreadPool::instance().run(threads, tiles, [&](TaskQueue& queue) {
+        for (std::size_t tile = 0; queue.take(tile);) {
+            const auto layer = static_cast<std::int64_t>(tile % layers);
+            const auto plane = static_cast<std::int64_t>(tile / layers % planes);
+            const std::size_t group = tile / layers / planes;
+            mover.move(plan.pieces.data() + begins[group], plan.pieces.data() + begins[group + 1],
+                       plane * from.plane_stride + layer * from.layer_stride,
+                       plane * to.plane_stride + layer * to.layer_stride, plane == 0);
+        }
+        kernels.fence();
+    });
+}
+
+}  // namespace lmcache_fast

@@ -1,0 +1,83 @@
+import numpy as np
+import numpy.typing as npt
+
+__version__: str
+
+class SharedRegion:
+    def __init__(self, name: str, size: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def check_slot(self, offset: int, length: int, alignment: int = 1) -> None: ...
+    def view(self, offset: int, length: int, writable: bool = False) -> memoryview: ...
+    def populate(self, offsets: npt.ArrayLike, length: int) -> None: ...
+    def close(self) -> None: ...
+
+class ChunkedSide:
+    @staticmethod
+    def from_region(
+        region: SharedRegion,
+        offsets: npt.ArrayLike,
+        *,
+        tokens_per_chunk: int,
+        planes: int,
+        layers: int,
+        row_bytes: int,
+    ) -> ChunkedSide: ...
+    @staticmethod
+    def from_addresses(
+        addresses: npt.ArrayLike,
+        owner: object,
+        *,
+        tokens_per_chunk: int,
+        planes: int,
+        layers: int,
+        row_bytes: int,
+        plane_stride: int,
+        layer_stride: int,
+        token_stride: int | None = None,
+        writable: bool = True,
+    ) -> ChunkedSide: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class Rotation:
+    def __init__(
+        self,
+        cos: npt.NDArray[np.float32],
+        sin: npt.NDArray[np.float32],
+        run_rows: npt.ArrayLike,
+        row_step: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        interleaved: bool,
+        dtype: str,
+    ) -> None: ...
+
+def copy_runs(
+    source: ChunkedSide,
+    target: ChunkedSide,
+    runs: npt.ArrayLike,
+    rotation: Rotation | None = None,
+    num_threads: int = 0,
+) -> None: ...
+def num_threads() -> int: ...
+def kernel_name() -> str: ...
+def set_kernel(name: str) -> None: ...
+def kernels() -> list[str]: ...
+
+class Buffer:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __len__(self) -> int: ...
+
+class BufferPool:
+    def __init__(self, limit_bytes: int) -> None: ...
+    def take(self, nbytes: int) -> Buffer: ...
+    def clear(self) -> None: ...
+    @property
+    def held_bytes(self) -> int: ...
