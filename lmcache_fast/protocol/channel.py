@@ -8,7 +8,6 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 import zmq
@@ -21,7 +20,7 @@ Reply = Future["bytes | None"]
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOST |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_CLOSE_SECONDS = 1.5
+_CLOSE_SECONDS = 0.8
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -164,7 +163,7 @@ class ZmqChannel:
     def _is_lost(self) -> bool:
         while True:
             try:
-                event: dict[str, Any] = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return False
             if event["event"] & _LOST:

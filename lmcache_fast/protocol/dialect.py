@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_fast.errors import ProtocolError, UnsupportedServerError
+from lmcache_fast.errors import InvalidInputError, ProtocolError, UnsupportedServerError
 from lmcache_fast.protocol.messages import Key, Registration
 from lmcache_fast.protocol.operations import FIRST_NUMBERS, NUMBERS, Operation
 
@@ -66,11 +66,7 @@ class Dialect:
             fields["num_kv_readers"] = key.num_kv_readers
         head = bytes([_EMPTY_MAP + len(fields) + 1]) + _encode(fields)[1:]
         if self.packed_tokens:
-            packed = key.tokens.as_big_endian()
-            # A msgpack byte string of up to 2**32 - 1 bytes, and its length.
-            return b"".join(
-                (head, _encode("token_bytes"), b"\xc6", len(packed).to_bytes(4, "big"), packed)
-            )
+            return b"".join((head, _encode("token_bytes"), _binary(key.tokens.as_big_endian())))
         return b"".join((head, _encode("token_ids"), key.tokens.as_msgpack_array()))
 
     def register(self, registration: Registration) -> list[bytes]:
@@ -101,11 +97,11 @@ class Dialect:
         return [*payloads, _EMPTY_ARRAY] if self.group_fields else payloads
 
     def commit_store(
-        self, key: Key, instance_id: int, data: bytes | dict[str, Any] | None
+        self, key: Key, instance_id: int, data: bytes | bytearray | dict[str, Any] | None
     ) -> list[bytes]:
         """Payloads of commit_store; ``data`` is None where the chunks are in the pool."""
         inline = _encode(data) if isinstance(data, dict) else data or b""
-        return [*self.transfer(key, instance_id), _encode(inline)]
+        return [*self.transfer(key, instance_id), _binary(inline)]
 
     def transfer(self, key: Key, instance_id: int) -> list[bytes]:
         """Payloads of prepare_retrieve and commit_retrieve."""
@@ -153,6 +149,15 @@ class Settings(msgspec.Struct, frozen=True):
     cpu_workers: int | None = None
     read_ttl: float = 300.0
     write_ttl: float = 600.0
+
+
+def _binary(data: bytes | bytearray) -> bytes:
+    """Encode a byte string as msgpack does, with the length in four bytes; copies once."""
+    if len(data) >= 2**32:
+        raise InvalidInputError(
+            f"the message has {len(data)} bytes; the protocol allows less than 4 GiB at once"
+        )
+    return b"".join((b"\xc6", len(data).to_bytes(4, "big"), data))
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

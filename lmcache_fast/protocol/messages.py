@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -155,7 +156,7 @@ def decode_store_reservation(frame: bytes | None, generation: int = 0) -> StoreR
     """
     context = _decode(_STORE, "prepare_store", frame).context
     indices = context.chunk_indices
-    if any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(indices)):
         raise ProtocolError(f"prepare_store: chunk_indices {indices} are not ascending")
     if context.slots and len(context.slots) != len(indices):
         raise ProtocolError(
