@@ -183,6 +183,11 @@ class ChildGroup:
             self._children.append(child)
             return child
 
+    def child(self, name: str) -> Child:
+        """Return the child that was started under that name."""
+        with self._lock:
+            return next(child for child in self._children if child.name == name)
+
     def close(self) -> None:
         """End all children. Any number of times, from any thread."""
         with self._lock:

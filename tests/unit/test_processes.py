@@ -122,7 +122,7 @@ def test_a_child_that_ends_early_is_an_error_with_its_output(children: ChildGrou
 
 def test_a_child_that_is_not_ready_in_time_is_an_error(children: ChildGroup) -> None:
     child = children.start("slow thing", ["one"])
-    with pytest.raises(ChildError, match="slow thing took more than 0.2 s for: printing 'never'"):
+    with pytest.raises(ChildError, match=r"slow thing took more than 0\.2 s for: printing 'never'"):
         child.wait_for_line("never", 0.2)
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no window: also where there is no display
-
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # no pyplot: no window, also where there is a display
 
 from lmcache_fast.serve.demo.experiment import Result
 

@@ -7,6 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass
 
+from lmcache_fast._extension import available as native_available
 from lmcache_fast.serve.processes import ChildError, ChildGroup
 
 #: Seconds a part has to become ready: torch alone may take long to load from a cold disk.
@@ -50,7 +51,7 @@ def start_parts(
         *("--port", "0", "--http-port", "0"),
         *("--l1-size-gb", str(pool_bytes / _GIB), "--chunk-size", str(chunk_size)),
     ]
-    if _shared_memory_free() > pool_bytes:  # else the chunks travel in messages
+    if native_available() and _shared_memory_free() > pool_bytes:  # else chunks go in messages
         name = f"demo_{os.getpid()}_{uuid.uuid4().hex[:8]}"
         arguments += ["--no-l1-use-lazy", "--shm-name", name]
     server = children.start("server", arguments)

@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of KV that running requests share; the others wait",
     )
     parser.add_argument(
-        "--num-threads", type=int, default=0, help="threads to compute with, 0 for one a core"
+        "--num-threads",
+        type=int,
+        default=0,
+        help="threads to compute with; 0: all cores but one, which HTTP and the server need",
     )
     parser.add_argument(
         "--cache-timeout", type=float, default=30.0, help="seconds to wait for the cache server"
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.num_threads or max(1, len(os.sched_getaffinity(0)) - 1))
     config = PRESETS[args.model]
     name = args.model_name or f"lmcache-fast-{args.model}"
     dtype = parse_dtype(args.dtype)
