@@ -6,8 +6,8 @@ byte string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -47,11 +47,13 @@ def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
     return assemble(parts)
 
 
-def decode_chunks(data: bytes, layout: KVLayout, chunk_size: int) -> list[torch.Tensor]:
+def decode_chunks(
+    data: bytes | Mapping[str, Any], layout: KVLayout, chunk_size: int
+) -> list[torch.Tensor]:
     """Read an envelope's chunks as views of ``data``, not to be written to.
 
     Args:
-        data: the envelope.
+        data: the envelope, or the map that it is once unpacked.
         layout: shape of the model's cache.
         chunk_size: tokens a chunk.
 
@@ -62,7 +64,10 @@ def decode_chunks(data: bytes, layout: KVLayout, chunk_size: int) -> list[torch.
         PayloadError: it is not an envelope of such tensors.
     """
     try:
-        frames = _ENVELOPE.decode(data).tensors
+        if isinstance(data, Mapping):
+            frames = msgspec.convert(data, _Envelope).tensors
+        else:
+            frames = _ENVELOPE.decode(data).tensors
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PayloadError(f"inline: not an envelope of tensors: {error}") from error
     shape = layout.object_shape(chunk_size)

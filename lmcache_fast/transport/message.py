@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ class Codec:
 
     name: str
     encode: Callable[[Sequence[torch.Tensor]], bytes]
-    decode: Callable[[bytes, KVLayout, int], list[torch.Tensor]]
+    decode: Callable[[bytes | Mapping[str, Any], KVLayout, int], list[torch.Tensor]]
 
 
 CODECS = {
@@ -68,10 +68,8 @@ class MessageTransport:
                 f"{self.name} transport is in use; make its pool usable here, or start it "
                 "without --shm-name"
             )
-        if not isinstance(grant.data, bytes):
-            raise PayloadError(
-                f"{self.name}: the chunks came as {type(grant.data).__name__}; expected bytes"
-            )
+        if grant.data is None:
+            raise PayloadError(f"{self.name}: no chunks came; expected {num_chunks}")
         chunks = self.codec.decode(grant.data, self.layout, self.chunk_size)
         if len(chunks) != num_chunks:
             raise PayloadError(f"{self.name}: {len(chunks)} chunks came; expected {num_chunks}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,9 @@ def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
     return assemble(parts)
 
 
-def decode_chunks(data: bytes, layout: KVLayout, chunk_size: int) -> list[torch.Tensor]:
+def decode_chunks(
+    data: bytes | Mapping[str, Any], layout: KVLayout, chunk_size: int
+) -> list[torch.Tensor]:
     """Read a list of chunks, ours or torch's own, as views of ``data``, not to be written to.
 
     Args:
@@ -76,7 +78,9 @@ def decode_chunks(data: bytes, layout: KVLayout, chunk_size: int) -> list[torch.
     Raises:
         PayloadError: it is not a pickle of a list of such tensors; nothing in it was run.
     """
-    view = memoryview(data).toreadonly().cast("B")
+    if isinstance(data, Mapping):
+        raise PayloadError("pickle: the chunks came as a map; expected bytes")
+    view = memoryview(data)
     reader = PickleReader(view, reduce=_reduce)
     value = reader.read()
     if reader.position != len(view):

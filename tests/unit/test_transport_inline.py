@@ -89,6 +89,14 @@ def test_anything_else_is_refused(data: bytes) -> None:
         decode_chunks(data, LAYOUT, CHUNK)
 
 
+def test_an_unpacked_envelope_is_read_as_strictly() -> None:
+    unpacked = msgspec.msgpack.decode(envelope())
+    assert len(decode_chunks(unpacked, LAYOUT, CHUNK)) == 1
+    for wrong in ({}, {**unpacked, "version": 2}, {**unpacked, "more": 1}):
+        with pytest.raises(PayloadError):
+            decode_chunks(wrong, LAYOUT, CHUNK)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_list_or_an_error(data: bytes) -> None:
     with contextlib.suppress(PayloadError):

@@ -239,3 +239,5 @@ def test_a_server_that_answers_with_slots_only_is_explained() -> None:
             transport.reader(ReadGrant(True, data, slots), 1)
     with pytest.raises(PayloadError, match="expected bytes"):
         transport.reader(ReadGrant(True, {"version": 1}, []), 1)
+    with pytest.raises(PayloadError, match="no chunks came"):
+        transport.reader(ReadGrant(True, None, []), 1)
