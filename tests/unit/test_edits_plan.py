@@ -83,10 +83,12 @@ def run_native(kv: torch.Tensor, compiled: CompiledEdit, chunks: list[int]) -> t
     """Execute a compiled plan for some target chunks with the native copy engine."""
     native = native_module()
     runs, rotation = compiled.for_chunks(chunks, CHUNK)
-    out = torch.zeros(2, LAYERS, len(chunks) * CHUNK, HEADS * HEAD_DIM, dtype=kv.dtype)
+    out = torch.zeros(2, LAYERS, len(chunks) * CHUNK, kv.shape[3], dtype=kv.dtype)
+    if not chunks:
+        return out
 
     def side(tensor: torch.Tensor) -> Any:
-        row = HEADS * HEAD_DIM * tensor.dtype.itemsize
+        row = tensor.shape[3] * tensor.dtype.itemsize
         return native.ChunkedSide.from_addresses(
             np.array([tensor.data_ptr()], np.uint64),
             tensor,
@@ -328,3 +330,42 @@ def test_the_native_kernel_gives_the_functions_bytes(
 ) -> None:
     native_module()
     check_against_the_function(run_native, mask, rope, dtype, chosen)
+
+
+def random_bits(num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A cache of all kinds of finite numbers: huge, tiny, subnormal, zeros of both signs."""
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    limit = 2 ** (8 * dtype.itemsize - 1)
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(
+        -limit, limit, (2, LAYERS, num_tokens, width), generator=generator, dtype=torch.int64
+    )
+    kv = bits.to(integers).view(dtype)
+    # The largest numbers would overflow on the way, and what comes of infinity is no key.
+    return torch.where(kv.abs() < torch.finfo(dtype).max / 4, kv, 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "interleaved"),
+    [(128, 128, False), (128, 64, False), (80, 32, False), (64, 64, True), (48, 6, True)],
+)
+def test_every_native_kernel_gives_the_functions_bytes_for_any_finite_keys(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int, interleaved: bool
+) -> None:
+    native = native_module()
+    rope = Rope(head_dim, 1e6, rotary_dim, interleaved)
+    kv = random_bits(5 * CHUNK, 2 * head_dim, dtype)
+    edit = keep([*range(3), *range(5, 20), *range(22, 40, 2)], rope)
+    edited, kept = edit(kv, list(range(5 * CHUNK)))
+    layout = KVLayout(LAYERS, 2, head_dim, dtype)
+    compiled = compile_plan(edit.plan(range(5 * CHUNK)), layout, CHUNK)
+    chunks = list(range(len(kept) // CHUNK))
+    chosen = native.kernel_name()
+    try:
+        for kernel in native.kernels():
+            native.set_kernel(kernel)
+            out = run_native(kv, compiled, chunks)
+            assert same_bytes(out, edited[:, :, : len(chunks) * CHUNK]), kernel
+    finally:
+        native.set_kernel(chosen)
