@@ -82,6 +82,10 @@ class Server:
         """Return what ``GET /status`` says."""
         return json.loads(fetch(f"{self.http_url}/status"))
 
+    def clear(self) -> None:
+        """Drop everything that is cached and not locked."""
+        fetch(f"{self.http_url}/cache/clear", "POST")
+
     def held(self) -> dict[str, int]:
         """Return how many locks and sessions clients hold on it, by kind; those above zero."""
         status = self.status()

@@ -16,7 +16,7 @@ from tests.interop.processes import wait_until
 from tests.interop.servers import Server, real_server
 from tests.interop.vllm_engine import CHUNK, LAYOUT, Engine, vllm_engine
 
-pytestmark = pytest.mark.timeout(900)  # vLLM takes a minute or two to start here
+pytestmark = pytest.mark.timeout(1200)  # on a loaded machine vLLM takes minutes to start
 CHUNKS = 8
 TAIL = 20
 

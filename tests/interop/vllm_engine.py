@@ -72,7 +72,7 @@ def vllm_engine(server: Server, folder: Path) -> Iterator[Engine]:
         folder / "vllm.log",
     )
     try:
-        program.wait_ready(f"http://127.0.0.1:{port}/health", 400)
+        program.wait_ready(f"http://127.0.0.1:{port}/health", 900)
         yield Engine(f"http://127.0.0.1:{port}", str(model))
     finally:
         program.stop()
