@@ -8,8 +8,6 @@ import signal
 import sys
 import threading
 
-from lmcache_fast.errors import LMCacheFastError
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags, named as the real server's."""
@@ -43,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code."""
+    """Serve until SIGTERM or SIGINT; return the exit code.
+
+    Raises:
+        LMCacheFastError: a setting is wrong, an address is taken, or the segment is another's.
+    """
     # Here, so that asking for --help needs neither torch nor the server extra.
     from lmcache_fast.serve.server import EmbeddedServer, ServerConfig
 
@@ -51,27 +53,21 @@ def run(args: argparse.Namespace) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    try:
-        server = EmbeddedServer(
-            ServerConfig(
-                pool_bytes=int(args.l1_size_gb * (1 << 30)),
-                chunk_size=args.chunk_size,
-                shm_name=args.shm_name,
-                lazy=args.l1_use_lazy,
-                host=args.host,
-                port=args.port,
-                http_host=args.http_host,
-                http_port=args.http_port,
-                protocol=args.protocol,
-                transfer_mode=args.supported_transfer_mode,
-                read_ttl=args.l1_read_ttl_seconds,
-                write_ttl=args.l1_write_ttl_seconds,
-            )
-        )
-    except (LMCacheFastError, OSError) as error:
-        print(f"lmcache-fast server: {error}", file=sys.stderr)
-        return 1
-    with server:
+    config = ServerConfig(
+        pool_bytes=int(args.l1_size_gb * (1 << 30)),
+        chunk_size=args.chunk_size,
+        shm_name=args.shm_name,
+        lazy=args.l1_use_lazy,
+        host=args.host,
+        port=args.port,
+        http_host=args.http_host,
+        http_port=args.http_port,
+        protocol=args.protocol,
+        transfer_mode=args.supported_transfer_mode,
+        read_ttl=args.l1_read_ttl_seconds,
+        write_ttl=args.l1_write_ttl_seconds,
+    )
+    with EmbeddedServer(config) as server:
         memory = f"shared memory {server.shm_name}" if server.shm_name else "private memory"
         print(
             f"lmcache-fast server: zmq {server.url} http {server.http_url} "

@@ -72,6 +72,11 @@ class ServerConfig:
                 raise InvalidInputError(
                     f"ServerConfig: {name} is {getattr(self, name)}; expected seconds above 0"
                 )
+        for name in ("port", "http_port"):
+            if not 0 <= getattr(self, name) < 1 << 16:
+                raise InvalidInputError(
+                    f"ServerConfig: {name} is {getattr(self, name)}; expected 0 to 65535"
+                )
         if self.protocol not in PROTOCOLS:
             raise InvalidInputError(
                 f"ServerConfig: protocol is {self.protocol!r}; expected one of {PROTOCOLS}"

@@ -24,7 +24,7 @@ class InlineData:
         else:
             self._encode, self._decode = inline.encode_chunks, inline.decode_chunks
 
-    def encode(self, objects: Sequence[StoredObject]) -> bytearray:
+    def encode(self, objects: Sequence[StoredObject]) -> bytes | bytearray:
         """Return the objects' bytes as one message field."""
         return self._encode([self._tensor(stored) for stored in objects])
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any
 
 import msgspec
 import zmq
 
 from lmcache_fast.errors import ConnectError
-from lmcache_fast.serve.server.messages import decode_operation, payload_types
+from lmcache_fast.serve.server.messages import MessageError, decode_operation, payload_types
 from lmcache_fast.serve.server.transfers import CacheService
 
 logger = logging.getLogger(__name__)
 
-_UPKEEP_MS = 1000
+_UPKEEP_SECONDS = 1
 
 
 class MessageLoop:
@@ -42,6 +43,7 @@ class MessageLoop:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
+        self._router.sndhwm = self._router.rcvhwm = 0  # a full queue would lose replies
         address = host if "://" in host else f"tcp://{host}:{port or '*'}"
         try:
             self._router.bind(address)
@@ -68,22 +70,26 @@ class MessageLoop:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(stop, zmq.POLLIN)
+        upkeep = time.monotonic() + _UPKEEP_SECONDS
         while True:
-            ready = dict(poller.poll(_UPKEEP_MS))
+            ready = dict(poller.poll(_UPKEEP_SECONDS * 1000))
             if stop in ready:
                 return
             if self._router in ready:
                 self._serve(self._router.recv_multipart(copy=False))
-            self._service.forget_silent()
+            if time.monotonic() > upkeep:
+                upkeep = time.monotonic() + _UPKEEP_SECONDS
+                self._service.forget_silent()
 
     def _serve(self, frames: list[zmq.Frame]) -> None:
         try:
             if len(frames) < 3:
-                raise ValueError(f"{len(frames)} frames; expected 3 or more")
+                raise MessageError(f"{len(frames)} frames; expected 3 or more")
             result = self._answer(frames[2].bytes, frames[3:])
-        except Exception:
+        except Exception as error:
             # One bad request must not stop the server for everybody else.
-            logger.exception("request dropped")
+            expected = isinstance(error, (ValueError, msgspec.MsgspecError))
+            logger.error("request dropped: %s", error, exc_info=not expected)
             self._service.count_dropped_request()
             return
         reply: list[Any] = frames[:3]
@@ -95,7 +101,7 @@ class MessageLoop:
         operation = decode_operation(operation_frame)
         decoders = self._decoders[operation]
         if len(payloads) != len(decoders):
-            raise ValueError(
+            raise MessageError(
                 f"{operation.value}: {len(payloads)} payloads; expected {len(decoders)}"
             )
         pairs = zip(decoders, payloads, strict=True)
