@@ -56,7 +56,8 @@ def model_frequencies(scaling: dict[str, Any] | None, dim: int, length: int) -> 
     )
     embedding = LlamaRotaryEmbedding(config)
     embedding(torch.zeros(1), torch.arange(length)[None])
-    return embedding.inv_freq.double().numpy()
+    frequencies: np.ndarray = embedding.inv_freq.double().numpy()
+    return frequencies
 
 
 def rotate_exactly(keys: np.ndarray, angles: np.ndarray, interleaved: bool = False) -> np.ndarray:
@@ -65,7 +66,7 @@ def rotate_exactly(keys: np.ndarray, angles: np.ndarray, interleaved: bool = Fal
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    out = keys.copy()
+    out: np.ndarray = keys.copy()
     c, s = np.cos(angles)[:, None], np.sin(angles)[:, None]
     out[..., first] = keys[..., first] * c - keys[..., second] * s
     out[..., second] = keys[..., second] * c + keys[..., first] * s
@@ -79,7 +80,8 @@ def pair_ulp(exact: np.ndarray, half: int, interleaved: bool, dtype: torch.dtype
         length = np.repeat(np.hypot(rotated[..., 0::2], rotated[..., 1::2]), 2, axis=-1)
     else:
         length = np.tile(np.hypot(rotated[..., :half], rotated[..., half:]), 2)
-    return 2.0 ** (np.floor(np.log2(length)) + 1 - MANTISSA_BITS[dtype])
+    ulp: np.ndarray = 2.0 ** (np.floor(np.log2(length)) + 1 - MANTISSA_BITS[dtype])
+    return ulp
 
 
 def cached_keys(keys: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
