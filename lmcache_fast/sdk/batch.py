@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -208,12 +209,22 @@ class LMCacheBatchedStream:
         outcome: _Outcome[_T] = _Outcome()
         if not ids:
             return outcome
-        futures: dict[Future[_T], str] = {}
+        stopping = threading.Event()
+        running: set[LMCacheStream] = set()
+
+        def task(stream: LMCacheStream) -> _T:
+            running.add(stream)
+            try:
+                if stopping.is_set():
+                    raise LMCacheFastError(f"{where}: cancelled")
+                return work(stream)
+            finally:
+                running.discard(stream)
+
         begin = time.perf_counter()
         with ThreadPoolExecutor(min(max_workers, len(ids)), f"lmcache_fast-{where}") as executor:
             try:
-                for stream_id in ids:
-                    futures[executor.submit(work, self.streams[stream_id])] = stream_id
+                futures = {executor.submit(task, self.streams[name]): name for name in ids}
                 with tqdm(total=len(ids), desc=where, disable=_silent(), file=sys.stderr) as bar:
                     for future in as_completed(futures):
                         try:
@@ -222,12 +233,13 @@ class LMCacheBatchedStream:
                             outcome.failures[futures[future]] = error
                         bar.update()
                 outcome.duration = time.perf_counter() - begin
-            except BaseException:  # Ctrl-C above all
-                running = {future for future in futures if not future.cancel()}
+            except BaseException:  # Ctrl-C above all; it may come in the middle of a submit
+                stopping.set()
+                executor.shutdown(wait=False, cancel_futures=True)
                 while running:
-                    for future in running:
-                        self.streams[futures[future]].cancel()
-                    running = wait(running, timeout=0.1).not_done
+                    for stream in running.copy():
+                        stream.cancel()
+                    time.sleep(0.05)
                 raise
         return outcome
 

@@ -267,9 +267,9 @@ class LMCacheStream:
                 "two threads at once"
             )
         try:
+            self._cancelled.clear()
             yield
         finally:
-            self._cancelled.clear()
             self._in_use.release()
 
     def _events(
