@@ -94,13 +94,13 @@ class Program:
 
     def kill(self) -> None:
         """End the program and its children at once, as a crash would."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self._process.wait(30)
         wait_until(lambda: not self._group_alive(), 30, f"the children of {self._what} to end")
 
     def stop(self) -> None:
         """Ask the program and its children to end; after 20 s end them."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
             self._process.wait(20)
             wait_until(lambda: not self._group_alive(), 5, "its children")
@@ -109,7 +109,8 @@ class Program:
     def _ended(self) -> bool:
         return self._process.poll() is not None
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 

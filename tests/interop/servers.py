@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ class Server:
             *command,
             *("--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", chunk_size),
             *("--port", self.port, "--http-port", http_port),
-            *(("--shm-name", name, "--no-l1-use-lazy") if shared_memory else ()),
+            *(("--shm-name", name, "--no-l1-use-lazy") if shared_memory else ("--shm-name", "")),
             *flags,
         ]
         self.start()
@@ -72,6 +73,10 @@ class Server:
         """End the server as a crash would."""
         self._program.kill()
         self.segment.unlink(missing_ok=True)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server and its children."""
+        self._program.signal(number)
 
     def stop(self) -> None:
         """End the server and remove what it left behind."""
