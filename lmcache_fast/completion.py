@@ -19,7 +19,7 @@ class PostCompletion(Protocol):
     """What hands a prompt to the engine, e.g. :func:`lmcache_fast.vllm.make_post_completion`."""
 
     def __call__(
-        self, prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str
+        self, prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str, /
     ) -> Iterable[TokenEvent]:
         """Return one event a generated token; raise if the engine fails.
 

@@ -105,7 +105,7 @@ class VLLMPostCompletion:
             raise InvalidInputError(f"{where}: base_url is {base_url!r}; expected http://host:port")
         if not isinstance(model, str) or not model:
             raise InvalidInputError(f"{where}: model is {model!r}; expected a name")
-        if tokenizer is not None and not hasattr(tokenizer, "encode"):
+        if isinstance(tokenizer, str) or not (tokenizer is None or hasattr(tokenizer, "encode")):
             raise InvalidInputError(
                 f"{where}: tokenizer is {type(tokenizer).__name__}; expected one with encode()"
             )

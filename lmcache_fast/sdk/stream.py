@@ -24,12 +24,7 @@ import torch
 from lmcache_fast.arguments import MAX_TOKEN_ID, TokenIds, check_kv, check_salt, check_tokens
 from lmcache_fast.completion import PostCompletion, TokenEvent
 from lmcache_fast.edits import Edit
-from lmcache_fast.errors import (
-    EditError,
-    EngineError,
-    InvalidInputError,
-    LMCacheFastError,
-)
+from lmcache_fast.errors import EditError, EngineError, InvalidInputError, LMCacheFastError
 from lmcache_fast.metrics import StreamPerfMetrics
 from lmcache_fast.sdk.waiting import wait_cached
 
@@ -62,6 +57,12 @@ EditFunction = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, Seque
 
 class LMCacheStream:
     """One request; made by :func:`create_request`. Not for two threads at once.
+
+    Args:
+        ctx: what :func:`lmcache_fast.sdk.kvcache.connect` returned.
+        post_completion: hands a prompt to the engine and yields a :class:`TokenEvent` a token.
+        prompt_token_ids: the prompt.
+        cache_salt: keeps the caches of different users apart.
 
     Attributes:
         tokens: the token ids that the stream's KV stands for: prompt, then what was generated;
@@ -361,13 +362,7 @@ def create_request(
     prompt_token_ids: TokenIds,
     cache_salt: str = "",
 ) -> LMCacheStream:
-    """Return a new stream for one request.
-
-    Args:
-        ctx: what :func:`lmcache_fast.sdk.kvcache.connect` returned.
-        post_completion: hands a prompt to the engine and yields a :class:`TokenEvent` a token.
-        prompt_token_ids: the prompt.
-        cache_salt: keeps the caches of different users apart.
+    """Return a new stream over ``ctx`` for the request that begins with ``prompt_token_ids``.
 
     Raises:
         InvalidInputError: an argument is wrong.

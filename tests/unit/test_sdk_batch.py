@@ -34,9 +34,7 @@ def make(num_streams: int = 3) -> Batch:
     return batch, streams, engine
 
 
-def keep_first_chunk(
-    kv: torch.Tensor, tokens: Sequence[int]
-) -> tuple[torch.Tensor, Sequence[int]]:
+def keep_first_chunk(kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, Sequence[int]]:
     return kv[:, :, :CHUNK], tokens[:CHUNK]
 
 
@@ -114,7 +112,7 @@ def test_one_failing_stream_does_not_lose_the_others() -> None:
     def edit(kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, Sequence[int]]:
         return fail() if tokens[0] == 0 else keep_first_chunk(kv, tokens)
 
-    with pytest.raises(BatchError, match="modify: 1 of 3 streams failed.*line went dead"):
+    with pytest.raises(BatchError, match=r"modify: 1 of 3 streams failed.*line went dead"):
         batch.modify(edit)
     assert [len(stream.tokens) for stream in streams] == [10, CHUNK, CHUNK]
 

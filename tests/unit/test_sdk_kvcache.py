@@ -40,7 +40,7 @@ def test_connect_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
             self.closed += 1
 
     monkeypatch.setattr(lmc_sdk, "KVClient", Client)
-    layout = KVLayout(1, 1, 8, "bfloat16")
+    layout = KVLayout(1, 1, 8, torch.bfloat16)
     ctx: Any = lmc_sdk.connect("tcp://host:1", "http://host:2", "model", 5.0, layout=layout)
     lmc_sdk.connect("tcp://host:1", "http://host:2", "model")
     addresses = ("tcp://host:1", "http://host:2", "model")
@@ -85,9 +85,7 @@ def test_names_order_and_defaults_are_the_published_ones(function: Any, expected
         parameter.replace(annotation=inspect.Parameter.empty)
         for parameter in signature.parameters.values()
     ]
-    without_types = signature.replace(
-        parameters=bare, return_annotation=inspect.Signature.empty
-    )
+    without_types = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
     assert str(without_types) == f"({expected})"
 
 

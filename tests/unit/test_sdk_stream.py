@@ -47,9 +47,7 @@ def state(stream: lmc_stream.LMCacheStream) -> tuple[Any, ...]:
     )
 
 
-def keep_first_half(
-    kv: torch.Tensor, tokens: Sequence[int]
-) -> tuple[torch.Tensor, Sequence[int]]:
+def keep_first_half(kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, Sequence[int]]:
     half = len(tokens) // 2
     return kv[:, :, :half], tokens[:half]
 
@@ -68,9 +66,7 @@ def test_generated_tokens_are_added_to_the_stream_and_the_output_holds_only_them
 
 
 @pytest.mark.parametrize(("stops_after", "done"), [(0, True), (2, True), (3, False)])
-def test_done_means_fewer_than_max_tokens(
-    client: FakeClient, stops_after: int, done: bool
-) -> None:
+def test_done_means_fewer_than_max_tokens(client: FakeClient, stops_after: int, done: bool) -> None:
     stream = make(client, range(10), FakeEngine(client, stops_after=stops_after))
     stream.generate({"max_tokens": 3})
     assert stream.done is done
@@ -159,7 +155,7 @@ def test_time_out_says_how_many_chunks_were_cached(client: FakeClient) -> None:
     before = state(stream)
     with pytest.raises(ModifyTimeoutError, match="3 of 5 chunks"):
         stream.modify_kv(keep_first_half, timeout=0.01, poll_interval=0.001)
-    with pytest.raises(ModifyTimeoutError, match="retrieve_kv.*3 of 5 chunks"):
+    with pytest.raises(ModifyTimeoutError, match=r"retrieve_kv.*3 of 5 chunks"):
         stream.retrieve_kv(timeout=0)
     assert state(stream) == before
     stream.modify_kv(keep_first_half, timeout=0, allow_partial=True)
@@ -169,7 +165,7 @@ def test_time_out_says_how_many_chunks_were_cached(client: FakeClient) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, CHUNK - 1])
 def test_less_than_a_chunk_is_refused_at_once(client: FakeClient, num_tokens: int) -> None:
-    with pytest.raises(InvalidInputError, match=f"{num_tokens} tokens; expected at least one chunk"):
+    with pytest.raises(InvalidInputError, match=f"{num_tokens} tokens; expected at"):
         make(client, range(num_tokens)).modify_kv(keep_first_half)
 
 
@@ -305,7 +301,7 @@ def test_a_second_call_at_the_same_time_is_refused(client: FakeClient) -> None:
     thread.start()
     try:
         assert entered.wait(30)
-        with pytest.raises(LMCacheFastError, match="modify_kv: .* is in use by another call"):
+        with pytest.raises(LMCacheFastError, match=r"modify_kv: .* is in use by another call"):
             stream.modify_kv(keep_first_half)
     finally:
         go_on.set()
@@ -328,7 +324,7 @@ def test_streams_with_different_salts_do_not_see_each_other(client: FakeClient) 
         lambda c: make(c, [1]).generate({"max_tokens": 0}),
         lambda c: make(c, [1]).generate({}, [2**32]),
         lambda c: make(c, []).generate({}),
-        lambda c: make(c, range(8)).modify_kv(None),
+        lambda c: make(c, range(8)).modify_kv(None),  # type: ignore[arg-type]
         lambda c: make(c, range(8)).modify_kv(keep_first_half, timeout=-1),
         lambda c: make(c, range(8)).modify_kv(keep_first_half, poll_interval=float("nan")),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lmcache_fast.sse import SSEParser
 
 PAYLOADS = st.lists(
-    st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), max_size=20),
+    st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20),
     min_size=1,
     max_size=3,
 )
