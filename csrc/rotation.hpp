@@ -6,25 +6,12 @@
 #include <string>
 #include <vector>
 
-namespace lmcache_fast {
+#include "head_shape.hpp"
 
-enum class Element { kBFloat16, kFloat16, kFloat32 };
+namespace lmcache_fast {
 
 /// Throws std::invalid_argument for anything but bfloat16, float16 and float32.
 Element parse_element(const std::string& dtype);
-
-/// What a row of keys looks like: `num_heads` heads of `head_dim` elements, the first `rotary_dim`
-/// of each rotated in pairs (j, j + rotary_dim / 2), or (2j, 2j + 1) when interleaved.
-struct HeadShape {
-    std::int64_t num_heads;
-    std::int64_t head_dim;
-    std::int64_t rotary_dim;
-    bool interleaved;
-    Element element;
-
-    std::int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : 2; }
-    std::int64_t row_bytes() const { return num_heads * head_dim * element_bytes(); }
-};
 
 /// Tables of cosines and sines and which of their rows each run uses. Does not move.
 class Rotation {

@@ -31,7 +31,7 @@ class Mover {
         for (const Piece* at = begin; at < end;) {
             const Piece* stop = batch_end(at, end, keys);
             if (keys && at->table_row >= 0) {
-                rotate(at, stop, from, to);
+                rotate(at, stop, end, from, to);
             } else {
                 copy(at, stop, end, from, to);
             }
@@ -73,16 +73,19 @@ class Mover {
         kernels_.stream_copy(sources, targets, next, at->bytes);
     }
 
-    void rotate(const Piece* at, const Piece* stop, std::int64_t from, std::int64_t to) const {
+    void rotate(const Piece* at, const Piece* stop, const Piece* end, std::int64_t from,
+                std::int64_t to) const {
         RotatedRow rows[kStreams];
+        const std::byte* next[kStreams];
         const auto count = static_cast<std::size_t>(stop - at);
         bool stream = stream_;
         for (std::size_t i = 0; i < count; ++i) {
             rows[i] = {at[i].source + from, at[i].target + to, rotation_->cosines(at[i].table_row),
                        rotation_->sines(at[i].table_row)};
+            next[i] = stop + i < end ? stop[i].source + from : rows[i].source;
             stream = stream && aligned(rows[i].target, at[i].bytes);
         }
-        kernels_.rotate(rotation_->heads(), rows, count, stream);
+        kernels_.rotate(rotation_->heads(), rows, next, count, stream);
     }
 
     const Kernels& kernels_;

@@ -1,29 +1,120 @@
 // AVX-512 F, BW and VL: servers since Skylake, Zen 4.
 #include <immintrin.h>
 
-#include "scalar_rotation.hpp"
+#include "vector_rotation.hpp"
 
 namespace lmcache_fast {
 namespace {
 
+void store_bits(std::byte* to, __m512i bits, bool stream) {
+    if (stream) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits);
+    } else {
+        _mm512_storeu_si512(to, bits);
+    }
+}
+
+struct Avx512 {
+    using Floats = __m512;
+    static constexpr std::int64_t kLanes = 16;
+
+    static Floats load(const float* from) { return _mm512_loadu_ps(from); }
+    static void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+    static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+    static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+    static bool any_nan(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
+    static void prefetch(const std::byte* at) {
+        _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    }
+
+    template <typename Type>
+    struct Format;
+};
+
+// A bfloat16 is the upper half of a float: even elements are shifted up, odd ones masked.
+template <>
+struct Avx512::Format<BFloat16> {
+    static constexpr bool kNanSafe = false;
+    static constexpr bool kSplitsPairs = true;
+    static void load(const std::byte* from, __m512& a, __m512& b) {
+        const __m512i bits = _mm512_loadu_si512(from);
+        a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
+    }
+    static void store(std::byte* to, __m512 a, __m512 b, bool stream) {
+        const __m512i even = _mm512_srli_epi32(round(a), 16);
+        store_bits(to, _mm512_mask_blend_epi16(0xaaaaaaaaU, even, round(b)), stream);
+    }
+    static void angles(const float* from, __m512& a, __m512& b) {
+        const __m512i even =
+            _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+        const __m512 low = _mm512_loadu_ps(from);
+        const __m512 high = _mm512_loadu_ps(from + 16);
+        a = _mm512_permutex2var_ps(low, even, high);
+        b = _mm512_permutex2var_ps(low, odd, high);
+    }
+
+  private:
+    static __m512i round(__m512 value) {
+        const __m512i bits = _mm512_castps_si512(value);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    }
+};
+
+template <>
+struct Avx512::Format<Float16> {
+    static constexpr bool kNanSafe = true;
+    static constexpr bool kSplitsPairs = false;
+    static void load(const std::byte* from, __m512& a, __m512& b) {
+        const __m512i bits = _mm512_loadu_si512(from);
+        a = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+        b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+    }
+    static void store(std::byte* to, __m512 a, __m512 b, bool stream) {
+        const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const __m256i high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store_bits(to, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), stream);
+    }
+    static void angles(const float* from, __m512& a, __m512& b) {
+        a = _mm512_loadu_ps(from);
+        b = _mm512_loadu_ps(from + 16);
+    }
+};
+
+template <>
+struct Avx512::Format<Float32> {
+    static constexpr bool kNanSafe = true;
+    static constexpr bool kSplitsPairs = false;
+    static void load(const std::byte* from, __m512& a, __m512& b) {
+        a = _mm512_castsi512_ps(_mm512_loadu_si512(from));
+        b = _mm512_castsi512_ps(_mm512_loadu_si512(from + 64));
+    }
+    static void store(std::byte* to, __m512 a, __m512 b, bool stream) {
+        store_bits(to, _mm512_castps_si512(a), stream);
+        store_bits(to + 64, _mm512_castps_si512(b), stream);
+    }
+    static void angles(const float* from, __m512& a, __m512& b) {
+        a = _mm512_loadu_ps(from);
+        b = _mm512_loadu_ps(from + 16);
+    }
+};
+
 bool supported() {
     return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-           __builtin_cpu_supports("avx512vl") != 0;
+           __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("f16c") != 0;
 }
 
 void copy(const std::byte* const* sources, std::byte* const* targets, const std::byte* const* next,
           std::size_t bytes) {
     for (std::size_t at = 0; at < bytes; at += 64) {
         for (std::size_t i = 0; i < kStreams; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(next[i] + at), _MM_HINT_T0);
-            const __m512i line = _mm512_loadu_si512(sources[i] + at);
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(targets[i] + at), line);
+            Avx512::prefetch(next[i] + at);
+            store_bits(targets[i] + at, _mm512_loadu_si512(sources[i] + at), true);
         }
     }
-}
-
-void rotate(const HeadShape& heads, const RotatedRow* rows, std::size_t count, bool) {
-    scalar_rotate(heads, rows, count);
 }
 
 void fence() {
@@ -32,6 +123,6 @@ void fence() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels{"avx512", supported, copy, rotate, fence};
+const Kernels kAvx512Kernels{"avx512", supported, copy, vector_rotate<Avx512>, fence};
 
 }  // namespace lmcache_fast

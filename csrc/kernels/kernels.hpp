@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../rotation.hpp"
+#include "../head_shape.hpp"
 
 namespace lmcache_fast {
 
@@ -28,9 +28,10 @@ struct Kernels {
     /// and prefetches `next`, the pieces that come after them.
     void (*stream_copy)(const std::byte* const* sources, std::byte* const* targets,
                         const std::byte* const* next, std::size_t bytes);
-    /// Rotates `count` (at most kStreams) rows. `stream`: past the cache; targets aligned to 64 and
-    /// rows a multiple of 64 bytes then.
-    void (*rotate)(const HeadShape& heads, const RotatedRow* rows, std::size_t count, bool stream);
+    /// Rotates `count` (at most kStreams) rows and prefetches `next`. `stream`: past the cache;
+    /// targets are aligned to 64 and rows a multiple of 64 bytes then.
+    void (*rotate)(const HeadShape& heads, const RotatedRow* rows, const std::byte* const* next,
+                   std::size_t count, bool stream);
     /// Makes what this thread streamed visible before anything it writes later.
     void (*fence)();
 };

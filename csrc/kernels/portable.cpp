@@ -16,7 +16,8 @@ void copy(const std::byte* const* sources, std::byte* const* targets, const std:
     for (std::size_t i = 0; i < kStreams; ++i) std::memcpy(targets[i], sources[i], bytes);
 }
 
-void rotate(const HeadShape& heads, const RotatedRow* rows, std::size_t count, bool) {
+void rotate(const HeadShape& heads, const RotatedRow* rows, const std::byte* const*,
+            std::size_t count, bool) {
     scalar_rotate(heads, rows, count);
 }
 
