@@ -83,7 +83,9 @@ def _processes() -> list[str]:
 
 
 def _segments() -> set[str]:
-    return {path.name for path in _SHM.iterdir()} if _SHM.is_dir() else set()
+    # Semaphores (sem.*) are no segments; Python's own tracker removes them.
+    names = {path.name for path in _SHM.iterdir()} if _SHM.is_dir() else set()
+    return {name for name in names if not name.startswith("sem.")}
 
 
 def _orphan_segments() -> set[str]:
