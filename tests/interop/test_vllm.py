@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, En
         yield server, engine
 
 
-def first_and_last_quarter(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+def first_and_last_quarter(
+    kv: torch.Tensor, tokens: Sequence[int]
+) -> tuple[torch.Tensor, Sequence[int]]:
     quarter = len(tokens) // CHUNK // 4 * CHUNK
     kept = [*range(quarter), *range(len(tokens) - quarter, len(tokens))]
     return kv[:, :, torch.tensor(kept)], [tokens[position] for position in kept]
