@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -79,6 +80,28 @@ def check_salt(where: str, cache_salt: str) -> str:
                 f"{where}: cache_salt {cache_salt!r} has {character!r}; expected none of @ / \\ NUL"
             )
     return cache_salt
+
+
+def check_configs(where: str, request_configs: Mapping[str, Any] | None) -> None:
+    """Make sure that ``request_configs`` can be sent.
+
+    Raises:
+        InvalidInputError: no mapping from strings to what msgpack can hold.
+    """
+    if request_configs is None:
+        return
+    try:
+        if isinstance(request_configs, Mapping) and all(
+            isinstance(k, str) for k in request_configs
+        ):
+            msgspec.msgpack.encode(dict(request_configs))
+            return
+    except (TypeError, OverflowError, RecursionError):
+        pass
+    raise InvalidInputError(
+        f"{where}: request_configs is {request_configs!r}; expected a dictionary of names "
+        "and plain values, or None"
+    )
 
 
 def check_model_name(where: str, model_name: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 from lmcache_fast._extension import native
 from lmcache_fast.arguments import (
     TokenIds,
+    check_configs,
     check_kv,
     check_model_name,
     check_salt,
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 STORE_RETRIES = 2
 EVICTION_PAUSE = 1.1
 
+_Configs = Mapping[str, Any] | None
 _Tokens = npt.NDArray[np.uint32]
 _T = TypeVar("_T")
 
@@ -164,13 +166,19 @@ class KVClient:
         return self._retry("lease", lambda: self._lease(array, cache_salt))
 
     def retrieve(
-        self, tokens: TokenIds, cache_salt: str = "", out: torch.Tensor | None = None
+        self,
+        tokens: TokenIds,
+        cache_salt: str = "",
+        request_configs: Mapping[str, Any] | None = None,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Fetch the KV of the cached prefix of ``tokens``.
 
         Args:
             tokens: token ids of the request from its first one on.
             cache_salt: keeps users apart; "" for none.
+            request_configs: what the server passes on to its storage, from release 0.5.5 on.
             out: where to put it: ``[planes, L, T, D]`` with room for the hit, contiguous.
 
         Returns:
@@ -184,11 +192,12 @@ class KVClient:
         """
         array = check_tokens("retrieve", tokens)
         check_salt("retrieve", cache_salt)
+        check_configs("retrieve", request_configs)
         if out is not None:
             self._check_out(out)
 
         def attempt() -> torch.Tensor | None:
-            with self._lease(array, cache_salt) as lease:
+            with self._lease(array, cache_salt, request_configs) as lease:
                 if not len(lease):
                     return None
                 if out is None:
@@ -209,7 +218,13 @@ class KVClient:
         except LeaseExpiredError:
             return self._retry("retrieve", attempt)
 
-    def store(self, kv: torch.Tensor, tokens: TokenIds, cache_salt: str = "") -> bool:
+    def store(
+        self,
+        kv: torch.Tensor,
+        tokens: TokenIds,
+        cache_salt: str = "",
+        request_configs: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Store the whole chunks of ``kv``; what lies behind the last whole chunk is left out.
 
         Args:
@@ -217,6 +232,7 @@ class KVClient:
                 copied first.
             tokens: the ``T`` token ids.
             cache_salt: keeps users apart; "" for none.
+            request_configs: what the server passes on to its storage, from release 0.5.5 on.
 
         Returns:
             True if something new was stored, False if all was cached already or not one chunk is
@@ -229,6 +245,7 @@ class KVClient:
         """
         array = check_tokens("store", tokens)
         check_salt("store", cache_salt)
+        check_configs("store", request_configs)
         kv = check_kv("store", kv, self.layout, len(array))
 
         def attempt() -> bool:
@@ -243,11 +260,20 @@ class KVClient:
                 writer.copy_from(part)
                 return writer.commit(), len(writer.chunk_indices) == num_chunks
 
-            return num_chunks > 0 and self._write_all("store", aligned, cache_salt, write)
+            return num_chunks > 0 and self._write_all(
+                "store", aligned, cache_salt, write, request_configs
+            )
 
         return self._retry("store", attempt)
 
-    def edit(self, tokens: TokenIds, edit: Edit, cache_salt: str = "") -> EditResult:
+    def edit(
+        self,
+        tokens: TokenIds,
+        edit: Edit,
+        cache_salt: str = "",
+        *,
+        target_salt: str | None = None,
+    ) -> EditResult:
         """Edit the cached prefix of ``tokens`` and store the result, from slot to slot.
 
         Over shared memory no tensor is built; elsewhere the edit runs as the ordinary function that
@@ -257,6 +283,7 @@ class KVClient:
             tokens: token ids of the request from its first one on.
             edit: what to do; see :mod:`lmcache_fast.edits`.
             cache_salt: keeps users apart; "" for none.
+            target_salt: the salt to store the result under; None for ``cache_salt``.
 
         Returns:
             The kept tokens of the cached prefix, and how many of them are cached now.
@@ -271,6 +298,7 @@ class KVClient:
 
         array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
+        new_salt = check_salt("edit", cache_salt if target_salt is None else target_salt)
 
         def attempt() -> EditResult:
             with self._lease(array, cache_salt) as source:
@@ -283,14 +311,14 @@ class KVClient:
                     return EditResult(kept.tolist(), 0, source.num_tokens)
                 if source.side is not None:
                     self._write_all(
-                        "edit", target, cache_salt, lambda r: self._edit_into(r, source, compiled)
+                        "edit", target, new_salt, lambda r: self._edit_into(r, source, compiled)
                     )
                 else:
                     kv = self._buffers.empty(
                         self.layout.kv_shape(source.num_tokens), self.layout.dtype
                     )
                     source.copy_to(kv)
-                    self.store(apply_plan(plan, kv), kept, cache_salt)
+                    self.store(apply_plan(plan, kv), kept, new_salt)
                 return EditResult(kept.tolist(), len(target), source.num_tokens)
 
         return self._retry("edit", attempt)
@@ -320,19 +348,21 @@ class KVClient:
         if not out.is_contiguous():
             raise InvalidInputError("retrieve: out is not contiguous")
 
-    def _request(self, tokens: _Tokens, cache_salt: str) -> Request:
-        return Request(self._connection, self._transport, self.model_name, tokens, cache_salt)
+    def _request(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> Request:
+        return Request(
+            self._connection, self._transport, self.model_name, tokens, cache_salt, configs
+        )
 
-    def _lookup(self, tokens: _Tokens, cache_salt: str) -> int:
+    def _lookup(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> int:
         tokens = self._whole_chunks(tokens)
         if not len(tokens):
             return 0
-        with self._request(tokens, cache_salt) as request:
+        with self._request(tokens, cache_salt, configs) as request:
             return request.lookup() * self.chunk_size
 
-    def _lease(self, tokens: _Tokens, cache_salt: str) -> Lease:
+    def _lease(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> Lease:
         tokens = self._whole_chunks(tokens)
-        request = self._request(tokens, cache_salt)
+        request = self._request(tokens, cache_salt, configs)
         try:
             # A prefix may be evicted between the lookup and the read: one fresh lookup tells.
             for _ in range(2):
@@ -369,6 +399,7 @@ class KVClient:
         tokens: _Tokens,
         cache_salt: str,
         write: Callable[[Request], tuple[bool, bool]],
+        configs: _Configs = None,
     ) -> bool:
         """Write until a lookup would find all of ``tokens``; True if something new is stored.
 
@@ -377,13 +408,13 @@ class KVClient:
         anything_new = False
         covered = 0
         for retries_left in range(STORE_RETRIES, -1, -1):
-            with self._request(tokens, cache_salt) as request:
+            with self._request(tokens, cache_salt, configs) as request:
                 stored, complete = write(request)
             anything_new |= stored
             if stored and complete:
                 return True
             # A chunk is left out when it is cached already and when the pool is full.
-            covered = self._lookup(tokens, cache_salt)
+            covered = self._lookup(tokens, cache_salt, configs)
             if covered == len(tokens):
                 return anything_new
             if retries_left:

@@ -20,6 +20,10 @@
      ├── ClosedError                        the object was closed before
      ├── EngineError                        the engine failed while generating
      └── BatchError                         some streams of a batch failed; names each
+
+Every one of them is also a KVCacheSDKError, LMCacheSDKError, LMCacheStreamError,
+LMCacheRequestStreamError and LMCacheBatchedStreamError, hence a RuntimeError: the names that
+programs written for upstream's SDK catch. Upstream's own classes are not needed, and not these.
 """
 
 from __future__ import annotations
@@ -27,7 +31,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class LMCacheFastError(Exception):
+class LMCacheSDKError(RuntimeError):
+    """What programs for the second generation catch around contexts."""
+
+
+class KVCacheSDKError(RuntimeError):
+    """What programs for the first generation catch around contexts."""
+
+
+class LMCacheStreamError(RuntimeError):
+    """What programs for the first generation catch around streams."""
+
+
+class LMCacheRequestStreamError(RuntimeError):
+    """What programs for the second generation catch around streams."""
+
+
+class LMCacheBatchedStreamError(RuntimeError):
+    """What programs for both generations catch around batches."""
+
+
+# One base for all: upstream lets the error of a context through a stream, and that of a stream
+# through a batch, so a program may catch it by any of the names.
+class LMCacheFastError(
+    KVCacheSDKError,
+    LMCacheSDKError,
+    LMCacheStreamError,
+    LMCacheRequestStreamError,
+    LMCacheBatchedStreamError,
+):
     """Base of all errors below."""
 
 
@@ -113,7 +145,9 @@ class BatchError(LMCacheFastError):
         metrics: what the batch measured over the streams that finished.
     """
 
-    def __init__(self, message: str, failures: Mapping[str, BaseException], metrics: object) -> None:
+    def __init__(
+        self, message: str, failures: Mapping[str, BaseException], metrics: object
+    ) -> None:
         super().__init__(message)
         self.failures = dict(failures)
         self.metrics = metrics

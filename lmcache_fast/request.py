@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ class Request:
         model_name: the model as its engine registered it.
         tokens: the whole chunks' token ids.
         cache_salt: keeps users apart; "" for none.
+        request_configs: what the server passes on to its storage with the key, if anything.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Request:
         model_name: str,
         tokens: npt.NDArray[np.uint32],
         cache_salt: str,
+        request_configs: Mapping[str, Any] | None = None,
     ) -> None:
         self._connection = connection
         self._transport = transport
@@ -49,6 +53,7 @@ class Request:
         nonce = np.array([secrets.randbits(32)], np.uint32)
         self._tokens = PackedTokens(np.concatenate((tokens, nonce)))
         self._cache_salt = cache_salt
+        self._request_configs = dict(request_configs) if request_configs is not None else None
         self._request_id = f"lmcache_fast-{uuid.uuid4().hex}"
         self._chunk_size = connection.info.chunk_size
         self._looked_up: Key | None = None
@@ -115,5 +120,6 @@ class Request:
             end=end,
             request_id=self._request_id,
             cache_salt=self._cache_salt,
+            request_configs=self._request_configs,
             num_kv_readers=self._connection.num_kv_readers,
         )

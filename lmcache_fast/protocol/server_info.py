@@ -112,7 +112,11 @@ def read_models(http_url: str, timeout: float) -> dict[str, RegisteredModel]:
     with _client(http_url, timeout) as client:
         status = _get_map(client, "/status")
     models: dict[str, RegisteredModel] = {}
-    for entry in _entries(status, "cache_context_meta"):
+    queries = [
+        {**entry, "kv_cache_layout": entry.get("q_ring_layout")}
+        for entry in _entries(status, "q_context_meta")
+    ]
+    for entry in _entries(status, "cache_context_meta") + queries:
         model = _read_model(entry)
         known = models.get(entry["model_name"])
         if known is None or known.layout is None:
