@@ -1,8 +1,12 @@
 #include "run_copy.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <system_error>
 
+#include "bus_guard.hpp"
 #include "kernels/kernels.hpp"
 #include "thread_pool.hpp"
 
@@ -127,17 +131,28 @@ void copy_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* 
     const std::size_t tiles = (begins.size() - 1) * planes * layers;
     const unsigned threads =
         total < kParallelFrom ? 1 : (num_threads != 0 ? num_threads : default_num_threads());
+    std::atomic<bool> intact{true};
+    catch_bus_errors();
     ThreadPool::instance().run(threads, tiles, [&](TaskQueue& queue) {
-        for (std::size_t tile = 0; queue.take(tile);) {
-            const auto layer = static_cast<std::int64_t>(tile % layers);
-            const auto plane = static_cast<std::int64_t>(tile / layers % planes);
-            const std::size_t group = tile / layers / planes;
-            mover.move(plan.pieces.data() + begins[group], plan.pieces.data() + begins[group + 1],
-                       plane * from.plane_stride + layer * from.layer_stride,
-                       plane * to.plane_stride + layer * to.layer_stride, plane == 0);
-        }
+        const bool survived = survives_bus_error([&] {
+            for (std::size_t tile = 0; queue.take(tile);) {
+                const auto layer = static_cast<std::int64_t>(tile % layers);
+                const auto plane = static_cast<std::int64_t>(tile / layers % planes);
+                const std::size_t group = tile / layers / planes;
+                const Piece* pieces = plan.pieces.data();
+                mover.move(pieces + begins[group], pieces + begins[group + 1],
+                           plane * from.plane_stride + layer * from.layer_stride,
+                           plane * to.plane_stride + layer * to.layer_stride, plane == 0);
+            }
+        });
+        if (!survived) intact = false;
         kernels.fence();
     });
+    if (!intact) {
+        throw std::system_error(EFAULT, std::generic_category(),
+                                "copy_runs: memory went away under the copy: a mapped file was "
+                                "made shorter, or its file system is full");
+    }
 }
 
 }  // namespace lmcache_fast

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "thread_pool.hpp"
 
@@ -36,13 +37,22 @@ std::string checked_name(const std::string& name) {
 
 struct Descriptor {
     int number;
-    ~Descriptor() { ::close(number); }
+    ~Descriptor() {
+        if (number >= 0) ::close(number);
+    }
+    int release() { return std::exchange(number, -1); }
 };
 
 }  // namespace
 
 Mapping::~Mapping() {
     ::munmap(address_, size_);
+    ::close(file_);
+}
+
+bool Mapping::is_intact() const {
+    struct stat status{};
+    return ::fstat(file_, &status) == 0 && static_cast<std::uint64_t>(status.st_size) >= size_;
 }
 
 void Mapping::check_slot(std::uint64_t offset, std::uint64_t length,
@@ -108,7 +118,7 @@ SharedRegion::SharedRegion(const std::string& name, std::int64_t size) : name_(c
         throw std::system_error(errno, std::generic_category(),
                                 "SharedRegion: cannot open shared memory '" + name_ + "'");
     }
-    const Descriptor file{opened};
+    Descriptor file{opened};
     struct stat status{};
     if (::fstat(file.number, &status) != 0) {
         throw std::system_error(errno, std::generic_category(),
@@ -125,7 +135,7 @@ SharedRegion::SharedRegion(const std::string& name, std::int64_t size) : name_(c
         throw std::system_error(errno, std::generic_category(),
                                 "SharedRegion: cannot map '" + name_ + "'");
     }
-    mapping_ = std::make_shared<Mapping>(static_cast<std::byte*>(address), bytes);
+    mapping_ = std::make_shared<Mapping>(static_cast<std::byte*>(address), bytes, file.release());
 }
 
 const std::shared_ptr<Mapping>& SharedRegion::mapping() const {

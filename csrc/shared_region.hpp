@@ -13,13 +13,18 @@ namespace lmcache_fast {
 /// The pages themselves. They stay mapped while anything holds this.
 class Mapping {
   public:
-    Mapping(std::byte* address, std::size_t size) : address_(address), size_(size) {}
+    /// Takes over `file`, an open descriptor of what is mapped.
+    Mapping(std::byte* address, std::size_t size, int file)
+        : address_(address), size_(size), file_(file) {}
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
     std::byte* address() const { return address_; }
     std::size_t size() const { return size_; }
+
+    /// Whether the file is still as long as what is mapped: touching what is missing is SIGBUS.
+    bool is_intact() const;
 
     /// Throws std::invalid_argument unless [offset, offset + length) lies inside and is aligned.
     void check_slot(std::uint64_t offset, std::uint64_t length, std::uint64_t alignment = 1) const;
@@ -30,6 +35,7 @@ class Mapping {
   private:
     std::byte* address_;
     std::size_t size_;
+    int file_;
     std::mutex mutex_;
     std::vector<bool> populated_;  // one a page
 };

@@ -56,6 +56,8 @@ void register_shared_region(py::module_& module) {
             [](const SharedRegion& self) {
                 return reinterpret_cast<std::uintptr_t>(self.mapping()->address());
             })
+        .def_property_readonly("is_intact",
+                               [](const SharedRegion& self) { return self.mapping()->is_intact(); })
         .def(
             "check_slot",
             [](const SharedRegion& self, std::uint64_t offset, std::uint64_t length,
