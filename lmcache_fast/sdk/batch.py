@@ -16,19 +16,29 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from lmcache_fast.errors import BatchError, InvalidInputError, LMCacheFastError
-from lmcache_fast.metrics import Metrics, Number, check_format
-from lmcache_fast.sdk.stream import EditFunction, LMCacheStream, StreamPerfMetrics
+from lmcache_fast.edits import Edit
+from lmcache_fast.errors import (
+    BatchError,
+    InvalidInputError,
+    LMCacheBatchedStreamError,
+    LMCacheFastError,
+)
+from lmcache_fast.metrics import Metrics, Number, StreamPerfMetrics, check_format
+from lmcache_fast.sdk.context import ModifyFnType
+from lmcache_fast.sdk.stream import EditFunction
+from lmcache_fast.sdk.stream_base import BaseStream
 
-#: Name that code written for the first generation catches.
-LMCacheBatchedStreamError = LMCacheFastError
+__all__ = ["LMCacheBatchedStream", "LMCacheBatchedStreamError"]
+
+#: What each report counts.
+_COUNTED = {"prefill": "input", "decode": "output"}
 
 _T = TypeVar("_T")
 
@@ -43,7 +53,7 @@ class _Outcome(Generic[_T]):
 
 
 class LMCacheBatchedStream:
-    """Request streams that are run together.
+    """Request streams of either generation that are run together.
 
     A stream that fails does not end the others: the batch finishes, then raises one
     :class:`lmcache_fast.BatchError` that names each failed stream and carries the metrics of the
@@ -59,22 +69,30 @@ class LMCacheBatchedStream:
     """
 
     def __init__(self) -> None:
-        self.streams: dict[str, LMCacheStream] = {}
+        self.streams: dict[str, BaseStream] = {}
         self.perf_metrics: dict[str, StreamPerfMetrics] = {}
 
-    def add(self, stream: LMCacheStream) -> None:
-        """Add a stream.
+    @property
+    def request_streams(self) -> dict[str, BaseStream]:
+        """The streams by id, as the second generation calls them."""
+        return self.streams
+
+    def add(
+        self, stream: BaseStream | None = None, *, request_stream: BaseStream | None = None
+    ) -> None:
+        """Add a stream; ``request_stream`` is its keyword in the second generation.
 
         Raises:
             InvalidInputError: it is no stream, or was added before.
         """
-        if not isinstance(stream, LMCacheStream):
+        stream = request_stream if stream is None else stream
+        if not isinstance(stream, BaseStream):
             raise InvalidInputError(f"add: got {type(stream).__name__}; expected a stream")
         if stream.stream_id() in self.streams:
             raise InvalidInputError(f"add: stream {stream.stream_id()} was added before")
         self.streams[stream.stream_id()] = stream
 
-    def get_stream(self, stream_id: str) -> LMCacheStream:
+    def get_stream(self, stream_id: str) -> BaseStream:
         """Return the stream with that id.
 
         Raises:
@@ -82,6 +100,81 @@ class LMCacheBatchedStream:
         """
         self._select("get_stream", [stream_id])
         return self.streams[stream_id]
+
+    def get_request_stream(self, stream_id: str) -> BaseStream:
+        """Call :meth:`get_stream`, as the second generation does."""
+        return self.get_stream(stream_id)
+
+    def run_streams(
+        self, sampling_params: Mapping[str, Any], stream_ids: Sequence[str] | None = None
+    ) -> float:
+        """Generate with every stream at once; see :meth:`decode`.
+
+        Returns:
+            Seconds that it took. What each stream measured is in ``perf_metrics``.
+        """
+        return float(self._generate("decode", sampling_params, "terminal", 80, stream_ids).duration)
+
+    def run_request_streams(
+        self, sampling_params: Mapping[str, Any], stream_ids: Sequence[str] | None = None
+    ) -> float:
+        """Call :meth:`run_streams`, as the second generation does."""
+        return self.run_streams(sampling_params, stream_ids)
+
+    def modify_stream(
+        self,
+        fn: EditFunction | ModifyFnType | Edit,
+        stream_ids: Sequence[str] | None = None,
+        timeout: float = 30.0,
+        poll_interval: float = 0.2,
+    ) -> float:
+        """Edit every stream's cached KV; see :meth:`modify`.
+
+        Returns:
+            Seconds that it took.
+        """
+        metrics = self.modify(
+            fn, stream_ids=stream_ids, timeout=timeout, poll_interval=poll_interval
+        )
+        return float(metrics.duration)
+
+    def modify_request_streams(
+        self,
+        fn: EditFunction | ModifyFnType | Edit,
+        stream_ids: Sequence[str] | None = None,
+        timeout: float = 30.0,
+        poll_interval: float = 0.2,
+    ) -> float:
+        """Call :meth:`modify_stream`, as the second generation does."""
+        return self.modify_stream(fn, stream_ids, timeout, poll_interval)
+
+    def get_perf_metrics(
+        self,
+        duration: float,
+        fmt: str,
+        width: int,
+        mode: str,
+        stream_ids: Sequence[str] | None = None,
+    ) -> Metrics:
+        """Add up what the streams measured in the last run.
+
+        Args:
+            duration: seconds that the run took.
+            fmt: how the report is printed: ``"terminal"`` or ``"json"``.
+            width: columns of the printed report.
+            mode: ``"prefill"`` to count input tokens, ``"decode"`` to count output tokens.
+            stream_ids: streams to count; None for all.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        ids = self._prepare("get_perf_metrics", fmt, width, stream_ids)
+        if mode not in _COUNTED:
+            raise InvalidInputError(
+                f"get_perf_metrics: mode is {mode!r}; expected one of {', '.join(_COUNTED)}"
+            )
+        outcome = _Outcome(duration, {i: p for i, p in self.perf_metrics.items() if i in ids})
+        return _report(mode, ids, outcome, _count(mode, outcome), fmt, width)
 
     def prefill(
         self,
@@ -110,7 +203,7 @@ class LMCacheBatchedStream:
 
     def modify(
         self,
-        fn: EditFunction,
+        fn: EditFunction | ModifyFnType | Edit,
         fmt: str = "terminal",
         width: int = 80,
         stream_ids: Sequence[str] | None = None,
@@ -121,10 +214,12 @@ class LMCacheBatchedStream:
         """Edit every stream's cached KV; at most as many at once as there are cores.
 
         Args:
-            fn: the edit; see :meth:`LMCacheStream.modify_kv`.
+            fn: the edit. Streams of the first generation call it with a tensor, those of the
+                second with tensors by kind; an :class:`lmcache_fast.edits.Edit` suits both.
             fmt: how the report is printed: ``"terminal"`` or ``"json"``.
             width: columns of the printed report.
-            stream_ids: streams to edit; None for all.
+            stream_ids: streams to edit; None for all. The second generation has it behind
+                ``poll_interval``: give it and the times by keyword.
             timeout: seconds to wait for one stream's chunks.
             poll_interval: seconds between two look-ups.
             allow_partial: be content with one cached chunk or more.
@@ -172,8 +267,11 @@ class LMCacheBatchedStream:
     def _select(self, where: str, stream_ids: Sequence[str] | None) -> list[str]:
         if stream_ids is None:
             return list(self.streams)
-        if isinstance(stream_ids, str):
-            raise InvalidInputError(f"{where}: stream_ids is a string; expected a list of ids")
+        if isinstance(stream_ids, str) or not isinstance(stream_ids, Iterable):
+            raise InvalidInputError(
+                f"{where}: stream_ids is {stream_ids!r}; expected a list of ids (or None), given "
+                "by keyword"
+            )
         for stream_id in stream_ids:
             if stream_id not in self.streams:
                 raise InvalidInputError(f"{where}: the batch has no stream {stream_id!r}")
@@ -196,23 +294,19 @@ class LMCacheBatchedStream:
         ids = self._prepare(where, fmt, width, stream_ids)
         outcome = self._run(where, ids, lambda stream: stream.generate(params), len(ids))
         self.perf_metrics = outcome.results
-        what = "input" if where == "prefill" else "output"
-        tokens = sum(getattr(perf, f"{what}_tokens") for perf in outcome.results.values())
-        tput = tokens / outcome.duration if outcome.duration > 0 else 0.0
-        counts = {f"{what}_tokens": tokens, f"{what}_tput": tput}
-        return _report(where, ids, outcome, counts, fmt, width)
+        return _report(where, ids, outcome, _count(where, outcome), fmt, width)
 
     def _run(
-        self, where: str, ids: list[str], work: Callable[[LMCacheStream], _T], max_workers: int
+        self, where: str, ids: list[str], work: Callable[[BaseStream], _T], max_workers: int
     ) -> _Outcome[_T]:
         """Do ``work`` for every stream in threads; failures are collected, not raised."""
         outcome: _Outcome[_T] = _Outcome()
         if not ids:
             return outcome
         stopping = threading.Event()
-        running: set[LMCacheStream] = set()
+        running: set[BaseStream] = set()
 
-        def task(stream: LMCacheStream) -> _T:
+        def task(stream: BaseStream) -> _T:
             running.add(stream)
             try:
                 if stopping.is_set():
@@ -246,6 +340,14 @@ class LMCacheBatchedStream:
 
 def _silent() -> bool:
     return os.environ.get("LMCACHE_FAST_PROGRESS") == "0" or not sys.stderr.isatty()
+
+
+def _count(mode: str, outcome: _Outcome[StreamPerfMetrics]) -> dict[str, Number]:
+    """Return the tokens that ``mode`` counts, and how many that is a second."""
+    what = _COUNTED[mode]
+    tokens = sum(getattr(perf, f"{what}_tokens") for perf in outcome.results.values())
+    tput = tokens / outcome.duration if outcome.duration > 0 else 0.0
+    return {f"{what}_tokens": tokens, f"{what}_tput": tput}
 
 
 def _report(

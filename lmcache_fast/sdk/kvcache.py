@@ -1,4 +1,4 @@
-"""Store and fetch KV caches by token ids: the first-generation functions.
+"""Store and fetch KV caches by token ids: ``connect``, and the first generation's functions.
 
 ::
 
@@ -14,12 +14,46 @@ import torch
 
 from lmcache_fast.arguments import TokenIds
 from lmcache_fast.client import KVClient
-from lmcache_fast.errors import LMCacheFastError
+from lmcache_fast.errors import KVCacheSDKError
 from lmcache_fast.layout import KVLayout
+from lmcache_fast.sdk.context import LMCacheSDKCacheKind, LMCacheSDKContext
 
-#: Names that code written for the first generation catches or annotates with.
-KVCacheSDKError = LMCacheFastError
-LMCacheKVCacheContext = KVClient
+__all__ = [
+    "KVCacheSDKError",
+    "LMCacheKVCacheContext",
+    "LMCacheSDKCacheKind",
+    "LMCacheSDKContext",
+    "close",
+    "connect",
+    "retrieve",
+    "store",
+]
+
+
+class LMCacheKVCacheContext(LMCacheSDKContext):
+    """A context for keys and values, under the first generation's name.
+
+    Args:
+        url: the server's message queue, ``tcp://host:port`` or ``ipc://path``.
+        http_url: the server's HTTP address.
+        model_name: the name that the engine registered its model under.
+        timeout: seconds that any one wait for the server may take.
+        layout: shape of the model's cache; by default the server's ``/status`` tells it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        http_url: str,
+        model_name: str,
+        timeout: float = 60.0,
+        *,
+        layout: KVLayout | None = None,
+    ) -> None:
+        super().__init__(url, http_url, model_name, timeout=timeout, layout=layout)
+
+    def register_kv_caches(self) -> None:
+        """Do nothing: a context registers when it connects, and again when the server restarts."""
 
 
 def connect(
@@ -29,7 +63,7 @@ def connect(
     timeout: float = 60.0,
     *,
     layout: KVLayout | None = None,
-) -> KVClient:
+) -> LMCacheKVCacheContext:
     """Connect to a server and register the transfer with it.
 
     Args:
@@ -40,13 +74,14 @@ def connect(
         layout: shape of the model's cache; by default the server's ``/status`` tells it.
 
     Returns:
-        The context of the calls below; also a context manager.
+        The context of the calls below and of the streams of both generations; also a context
+        manager.
 
     Raises:
         ConnectError: no usable connection; says why and what would help.
         InvalidInputError: an argument is wrong.
     """
-    return KVClient(url, http_url, model_name, layout=layout, timeout=timeout)
+    return LMCacheKVCacheContext(url, http_url, model_name, timeout, layout=layout)
 
 
 def close(ctx: KVClient) -> None:

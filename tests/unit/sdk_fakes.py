@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from lmcache_fast.client import EditResult, KVClient
 from lmcache_fast.completion import TokenEvent
 from lmcache_fast.edits import Edit
 from lmcache_fast.layout import KVLayout
+from lmcache_fast.sdk.cache_kind import LMCacheSDKCacheKind
 
 CHUNK = 4
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=torch.float32)
@@ -20,14 +22,20 @@ _Prefix = tuple[str, tuple[int, ...]]
 
 
 class FakeClient:
-    """A KVClient whose server is a dictionary of chunks by salt and prefix."""
+    """A KVClient whose server is a dictionary of chunks by salt and prefix.
+
+    Args:
+        kind: the kind of cache; queries have one plane.
+    """
 
     chunk_size = CHUNK
-    layout = LAYOUT
 
-    def __init__(self) -> None:
+    def __init__(self, kind: LMCacheSDKCacheKind = LMCacheSDKCacheKind.KV) -> None:
+        self.kind = kind
+        self.layout = replace(LAYOUT, planes=2 if kind is LMCacheSDKCacheKind.KV else 1)
         self.chunks: dict[_Prefix, torch.Tensor] = {}
         self.calls: list[str] = []
+        self.target_salts: list[str] = []
         self.before_lookup: Callable[[], None] = lambda: None
         self.before_store: Callable[[], None] = lambda: None
 
@@ -55,7 +63,7 @@ class FakeClient:
 
     def store(self, kv: torch.Tensor, tokens: TokenIds, cache_salt: str = "") -> bool:
         self.calls.append("store")
-        kv = check_kv("store", kv, LAYOUT, len(tokens))
+        kv = check_kv("store", kv, self.layout, len(tokens))
         self.before_store()
         new = False
         for index, prefix in enumerate(self._prefixes(tokens, cache_salt)):
@@ -64,8 +72,16 @@ class FakeClient:
                 new = True
         return new
 
-    def edit(self, tokens: TokenIds, edit: Edit, cache_salt: str = "") -> EditResult:
+    def edit(
+        self,
+        tokens: TokenIds,
+        edit: Edit,
+        cache_salt: str = "",
+        *,
+        target_salt: str | None = None,
+    ) -> EditResult:
         self.calls.append("edit")
+        self.target_salts.append(cache_salt if target_salt is None else target_salt)
         hit = self._hit(tokens, cache_salt)
         source = check_tokens("fake", tokens)[: len(hit) * CHUNK].tolist()
         kept = [source[position] for position in edit.plan(source, CHUNK).positions]
@@ -76,10 +92,10 @@ def as_client(fake: FakeClient) -> KVClient:
     return cast(KVClient, fake)
 
 
-def kv_for(tokens: Sequence[int]) -> torch.Tensor:
+def kv_for(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> torch.Tensor:
     """Return a KV in which every element of a token's rows is that token's id."""
     row = torch.tensor(tokens, dtype=torch.float32).reshape(1, 1, -1, 1)
-    return row.expand(LAYOUT.kv_shape(len(tokens))).contiguous()
+    return row.expand(layout.kv_shape(len(tokens))).contiguous()
 
 
 class FakeEngine:
@@ -98,12 +114,14 @@ class FakeEngine:
         self.stops_after = stops_after
         self.breaks_after = breaks_after
         self.prompts: list[list[int]] = []
+        self.salts: list[str] = []
         self.closed = 0
 
     def __call__(
         self, prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str
     ) -> Iterator[TokenEvent]:
         self.prompts.append(prompt_token_ids)
+        self.salts.append(cache_salt)
         if self.breaks_after == 0:
             raise ConnectionResetError("the line went dead")
         self.client.store(kv_for(prompt_token_ids), prompt_token_ids, cache_salt)

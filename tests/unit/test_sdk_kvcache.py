@@ -11,6 +11,7 @@ import torch
 import lmcache_fast.sdk.batch as lmc_batch
 import lmcache_fast.sdk.kvcache as lmc_sdk
 import lmcache_fast.sdk.stream as lmc_stream
+from lmcache_fast import KVClient
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.vllm import make_post_completion
 from tests.unit.sdk_fakes import FakeClient, as_client, kv_for
@@ -30,18 +31,13 @@ def test_store_and_retrieve_go_to_the_context() -> None:
 def test_connect_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
 
-    class Client:
-        closed = 0
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            made.append((arguments, named))
-
-        def close(self) -> None:
-            self.closed += 1
-
-    monkeypatch.setattr(lmc_sdk, "KVClient", Client)
+    closed: list[KVClient] = []
+    monkeypatch.setattr(
+        KVClient, "__init__", lambda self, *arguments, **named: made.append((arguments, named))
+    )
+    monkeypatch.setattr(KVClient, "close", lambda self: closed.append(self))
     layout = KVLayout(1, 1, 8, torch.bfloat16)
-    ctx: Any = lmc_sdk.connect("tcp://host:1", "http://host:2", "model", 5.0, layout=layout)
+    ctx = lmc_sdk.connect("tcp://host:1", "http://host:2", "model", 5.0, layout=layout)
     lmc_sdk.connect("tcp://host:1", "http://host:2", "model")
     addresses = ("tcp://host:1", "http://host:2", "model")
     assert made == [
@@ -49,7 +45,7 @@ def test_connect_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
         (addresses, {"layout": None, "timeout": 60.0}),
     ]
     lmc_sdk.close(ctx)
-    assert ctx.closed == 1
+    assert closed == [ctx]
 
 
 REPORT = "fmt='terminal', width=80, stream_ids=None"
@@ -65,14 +61,17 @@ BATCH = lmc_batch.LMCacheBatchedStream
         (lmc_sdk.close, "ctx"),
         (lmc_sdk.retrieve, "ctx, tokens, cache_salt=''"),
         (lmc_sdk.store, "ctx, kv, tokens, cache_salt=''"),
-        (lmc_stream.create_request, "ctx, post_completion, prompt_token_ids, cache_salt=''"),
+        (
+            lmc_stream.create_request,
+            "ctx, post_completion, prompt_token_ids, cache_salt='', *, isolate_edits=False",
+        ),
         (lmc_stream.TokenEvent, "token_id, text=''"),
         (STREAM.generate, "self, sampling_params, suffix_tokens=()"),
         (STREAM.retrieve_kv, f"self, {WAIT}"),
         (STREAM.update_kv, "self, kv, tokens"),
         (STREAM.modify_kv, f"self, fn, {WAIT}, allow_partial=False"),
         (BATCH, ""),
-        (BATCH.add, "self, stream"),
+        (BATCH.add, "self, stream=None, *, request_stream=None"),
         (BATCH.prefill, f"self, sampling_params, {REPORT}"),
         (BATCH.modify, f"self, fn, {REPORT}, {WAIT}, allow_partial=False"),
         (BATCH.decode, f"self, sampling_params, {REPORT}"),
