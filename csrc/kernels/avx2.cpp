@@ -1,6 +1,7 @@
 // AVX2 and F16C: x86-64 processors since about 2013.
 #include <immintrin.h>
 
+#include "stream_copy.hpp"
 #include "vector_rotation.hpp"
 
 namespace lmcache_fast {
@@ -27,11 +28,18 @@ struct Avx2 {
     static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-    static bool any_nan(Floats a, Floats b) {
-        return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+    static bool any_nan(Floats a, Floats b, Floats c, Floats d) {
+        return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q),
+                                               _mm256_cmp_ps(c, d, _CMP_UNORD_Q))) != 0;
     }
     static void prefetch(const std::byte* at) {
         _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    }
+    static void stream_line(const std::byte* from, std::byte* to) {
+        const __m256i low = load_bits(from);
+        const __m256i high = load_bits(from + 32);
+        store_bits(to, low, true);
+        store_bits(to + 32, high, true);
     }
 
     template <typename Type>
@@ -112,25 +120,12 @@ bool supported() {
     return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
 }
 
-void copy(const std::byte* const* sources, std::byte* const* targets, const std::byte* const* next,
-          std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += 64) {
-        for (std::size_t i = 0; i < kStreams; ++i) {
-            Avx2::prefetch(next[i] + at);
-            const __m256i low = load_bits(sources[i] + at);
-            const __m256i high = load_bits(sources[i] + at + 32);
-            store_bits(targets[i] + at, low, true);
-            store_bits(targets[i] + at + 32, high, true);
-        }
-    }
-}
-
 void fence() {
     _mm_sfence();
 }
 
 }  // namespace
 
-const Kernels kAvx2Kernels{"avx2", supported, copy, vector_rotate<Avx2>, fence};
+const Kernels kAvx2Kernels{"avx2", supported, stream_copy<Avx2>, vector_rotate<Avx2>, fence};
 
 }  // namespace lmcache_fast

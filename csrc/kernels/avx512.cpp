@@ -1,6 +1,7 @@
 // AVX-512 F, BW and VL: servers since Skylake, Zen 4.
 #include <immintrin.h>
 
+#include "stream_copy.hpp"
 #include "vector_rotation.hpp"
 
 namespace lmcache_fast {
@@ -23,9 +24,15 @@ struct Avx512 {
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-    static bool any_nan(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
+    static bool any_nan(Floats a, Floats b, Floats c, Floats d) {
+        return (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(c, d, _CMP_UNORD_Q)) !=
+               0;
+    }
     static void prefetch(const std::byte* at) {
         _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    }
+    static void stream_line(const std::byte* from, std::byte* to) {
+        store_bits(to, _mm512_loadu_si512(from), true);
     }
 
     template <typename Type>
@@ -107,22 +114,13 @@ bool supported() {
            __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("f16c") != 0;
 }
 
-void copy(const std::byte* const* sources, std::byte* const* targets, const std::byte* const* next,
-          std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += 64) {
-        for (std::size_t i = 0; i < kStreams; ++i) {
-            Avx512::prefetch(next[i] + at);
-            store_bits(targets[i] + at, _mm512_loadu_si512(sources[i] + at), true);
-        }
-    }
-}
-
 void fence() {
     _mm_sfence();
 }
 
 }  // namespace
 
-const Kernels kAvx512Kernels{"avx512", supported, copy, vector_rotate<Avx512>, fence};
+const Kernels kAvx512Kernels{"avx512", supported, stream_copy<Avx512>, vector_rotate<Avx512>,
+                             fence};
 
 }  // namespace lmcache_fast

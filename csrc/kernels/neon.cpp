@@ -1,6 +1,7 @@
 // NEON: every aarch64 processor. Streaming is a pair of stores with a hint.
 #include <arm_neon.h>
 
+#include "stream_copy.hpp"
 #include "vector_rotation.hpp"
 
 namespace lmcache_fast {
@@ -23,10 +24,22 @@ struct Neon {
     static Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
     static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
     static Floats subtract(Floats a, Floats b) { return vsubq_f32(a, b); }
-    static bool any_nan(Floats a, Floats b) {
-        return vminvq_u32(vandq_u32(vceqq_f32(a, a), vceqq_f32(b, b))) == 0;
+    static bool any_nan(Floats a, Floats b, Floats c, Floats d) {
+        const uint32x4_t first = vandq_u32(vceqq_f32(a, a), vceqq_f32(b, b));
+        const uint32x4_t second = vandq_u32(vceqq_f32(c, c), vceqq_f32(d, d));
+        return vminvq_u32(vandq_u32(first, second)) == 0;
     }
     static void prefetch(const std::byte* at) { __builtin_prefetch(at); }
+    static void stream_line(const std::byte* from, std::byte* to) {
+        asm volatile(
+            "ldp q0, q1, [%0]\n\t"
+            "ldp q2, q3, [%0, #32]\n\t"
+            "stnp q0, q1, [%1]\n\t"
+            "stnp q2, q3, [%1, #32]"
+            :
+            : "r"(from), "r"(to)
+            : "v0", "v1", "v2", "v3", "memory");
+    }
 
     template <typename Type>
     struct Format;
@@ -101,31 +114,12 @@ bool supported() {
     return true;
 }
 
-void copy(const std::byte* const* sources, std::byte* const* targets, const std::byte* const* next,
-          std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += 64) {
-        for (std::size_t i = 0; i < kStreams; ++i) {
-            __builtin_prefetch(next[i] + at);
-            const std::byte* from = sources[i] + at;
-            std::byte* to = targets[i] + at;
-            asm volatile(
-                "ldp q0, q1, [%0]\n\t"
-                "ldp q2, q3, [%0, #32]\n\t"
-                "stnp q0, q1, [%1]\n\t"
-                "stnp q2, q3, [%1, #32]"
-                :
-                : "r"(from), "r"(to)
-                : "v0", "v1", "v2", "v3", "memory");
-        }
-    }
-}
-
 void fence() {
     asm volatile("dmb ishst" ::: "memory");
 }
 
 }  // namespace
 
-const Kernels kNeonKernels{"neon", supported, copy, vector_rotate<Neon>, fence};
+const Kernels kNeonKernels{"neon", supported, stream_copy<Neon>, vector_rotate<Neon>, fence};
 
 }  // namespace lmcache_fast

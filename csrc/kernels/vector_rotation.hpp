@@ -2,7 +2,8 @@
 //
 // Isa gives:
 //   Floats                       a vector of kLanes floats
-//   load, multiply, add, subtract, any_nan(a, b), prefetch
+//   load, multiply, add, subtract, prefetch
+//   any_nan(a, b, c, d)          whether any of them has a NaN
 //   Format<Type>                 2 * kLanes elements of memory as two vectors, in any fixed order:
 //     load(from, a, b)
 //     store(to, a, b, stream)    rounds to nearest even; kNanSafe tells whether NaNs may be stored
@@ -16,26 +17,23 @@
 
 #include "kernels.hpp"
 #include "scalar_rotation.hpp"
+#include "stream_copy.hpp"
 
 namespace lmcache_fast {
 namespace {
 
 constexpr std::int64_t kMaxHalf = 128;  // of the heads that are rotated in vectors
 
-template <typename Isa, typename Type>
+template <typename Isa, typename Type, bool kInterleaved, bool kStream>
 class VectorRotation {
     using Floats = typename Isa::Floats;
     using Format = typename Isa::template Format<Type>;
     static constexpr std::int64_t kStep = 2 * Isa::kLanes;
-    static constexpr std::int64_t kStepBytes = kStep * Type::kBytes;
+    // Angles are wanted in the order in which pairs come, or that in which elements come.
+    static constexpr std::int64_t kAngles = kInterleaved ? Isa::kLanes : kStep;
 
   public:
-    VectorRotation(const HeadShape& heads, bool stream)
-        : heads_(heads),
-          half_(heads.rotary_dim / 2),
-          // In what order the angles are wanted: as pairs come, or as elements come.
-          angle_step_(heads.interleaved ? Isa::kLanes : kStep),
-          stream_(stream && heads.rotary_dim == heads.head_dim && half_ % kStep == 0) {}
+    explicit VectorRotation(const HeadShape& heads) : heads_(heads), half_(heads.rotary_dim / 2) {}
 
     void rows(const RotatedRow* rows, const std::byte* const* next, std::size_t count) const {
         alignas(64) float angles[kStreams][2 * kMaxHalf];
@@ -49,14 +47,17 @@ class VectorRotation {
             order(rows[i].sines, angles[i] + half_);
             prepared[i] = angles[i];
         }
-        const std::int64_t head_bytes = heads_.head_dim * Type::kBytes;
-        for (std::int64_t head = 0; head < heads_.num_heads; ++head) {
-            const std::int64_t at = head * head_bytes;
-            for (std::size_t i = 0; i < count; ++i) {
-                for (std::int64_t line = 0; line < head_bytes; line += 64) {
-                    Isa::prefetch(next[i] + at + line);
-                }
-                rotate_head(rows[i], rows[i].source + at, rows[i].target + at, prepared[i]);
+        if (takes_turns()) {
+            for (std::int64_t head = 0; head < heads_.num_heads; ++head) {
+                for (std::size_t i = 0; i < count; ++i)
+                    rotate_head(rows[i], head, prepared[i], next[i]);
+            }
+            return;
+        }
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::byte* following = i + 1 < count ? rows[i + 1].source : next[0];
+            for (std::int64_t head = 0; head < heads_.num_heads; ++head) {
+                rotate_head(rows[i], head, prepared[i], following);
             }
         }
     }
@@ -64,8 +65,8 @@ class VectorRotation {
   private:
     /// Puts whole steps of a table row in the order that Format wants.
     void order(const float* from, float* to) const {
-        for (std::int64_t j = 0; j + angle_step_ <= half_; j += angle_step_) {
-            if (heads_.interleaved) {
+        for (std::int64_t j = 0; j + kAngles <= half_; j += kAngles) {
+            if (kInterleaved) {
                 Isa::store(to + j, Isa::load(from + j));
                 continue;
             }
@@ -77,32 +78,37 @@ class VectorRotation {
         }
     }
 
-    void rotate_head(const RotatedRow& row, const std::byte* source, std::byte* target,
-                     const float* angles) const {
+    void rotate_head(const RotatedRow& row, std::int64_t head, const float* angles,
+                     const std::byte* following) const {
+        const std::int64_t head_bytes = heads_.head_dim * Type::kBytes;
+        const std::byte* source = row.source + head * head_bytes;
+        std::byte* target = row.target + head * head_bytes;
+        for (std::int64_t at = 0; at < head_bytes; at += 64) {
+            Isa::prefetch(following + head * head_bytes + at);
+        }
         const float* cosines = angles;
         const float* sines = angles + half_;
         std::int64_t j = 0;
-        for (; j + angle_step_ <= half_; j += angle_step_) {
+        for (; j + kAngles <= half_; j += kAngles) {
             const bool done =
-                heads_.interleaved
+                kInterleaved
                     ? rotate_interleaved(source + 2 * j * Type::kBytes,
                                          target + 2 * j * Type::kBytes, cosines + j, sines + j)
                     : rotate_split(source + j * Type::kBytes, target + j * Type::kBytes,
                                    cosines + j, sines + j);
-            if (!done) scalar(row, source, target, j, j + angle_step_);
+            if (!done) scalar(row, source, target, j, j + kAngles);
         }
         if (j < half_) scalar(row, source, target, j, half_);
         const std::int64_t rotated = heads_.rotary_dim * Type::kBytes;
         if (heads_.head_dim > heads_.rotary_dim) {
             std::memcpy(target + rotated, source + rotated,
-                        static_cast<std::size_t>(heads_.head_dim * Type::kBytes - rotated));
+                        static_cast<std::size_t>(head_bytes - rotated));
         }
     }
 
     void scalar(const RotatedRow& row, const std::byte* source, std::byte* target,
                 std::int64_t begin, std::int64_t end) const {
-        rotate_pairs<Type>(source, target, row.cosines, row.sines, begin, end, half_,
-                           heads_.interleaved);
+        rotate_pairs<Type>(source, target, row.cosines, row.sines, begin, end, half_, kInterleaved);
     }
 
     static void rotate(Floats& x, Floats& y, Floats cosine, Floats sine) {
@@ -123,9 +129,9 @@ class VectorRotation {
         Format::load(source + later, ya, yb);
         rotate(xa, ya, Isa::load(cosines), Isa::load(sines));
         rotate(xb, yb, Isa::load(cosines + Isa::kLanes), Isa::load(sines + Isa::kLanes));
-        if (!Format::kNanSafe && (Isa::any_nan(xa, ya) || Isa::any_nan(xb, yb))) return false;
-        Format::store(target, xa, xb, stream_);
-        Format::store(target + later, ya, yb, stream_);
+        if (!Format::kNanSafe && Isa::any_nan(xa, ya, xb, yb)) return false;
+        Format::store(target, xa, xb, kStream);
+        Format::store(target + later, ya, yb, kStream);
         return true;
     }
 
@@ -136,25 +142,28 @@ class VectorRotation {
         Floats y;
         Format::load(source, x, y);
         rotate(x, y, Isa::load(cosines), Isa::load(sines));
-        if (!Format::kNanSafe && Isa::any_nan(x, y)) return false;
-        Format::store(target, x, y, stream_);
+        if (!Format::kNanSafe && Isa::any_nan(x, y, x, y)) return false;
+        Format::store(target, x, y, kStream);
         return true;
     }
 
     const HeadShape heads_;
     const std::int64_t half_;
-    const std::int64_t angle_step_;
-    const bool stream_;
 };
 
 template <typename Isa, typename Type>
 void vector_rotate_rows(const HeadShape& heads, const RotatedRow* rows,
                         const std::byte* const* next, std::size_t count, bool stream) {
-    const bool splits = !heads.interleaved || Isa::template Format<Type>::kSplitsPairs;
-    if (splits && heads.rotary_dim / 2 <= kMaxHalf) {
-        VectorRotation<Isa, Type>(heads, stream).rows(rows, next, count);
-    } else {
+    using Format = typename Isa::template Format<Type>;
+    const std::int64_t half = heads.rotary_dim / 2;
+    if (half > kMaxHalf || (heads.interleaved && !Format::kSplitsPairs)) {
         scalar_rotate_rows<Type>(heads, rows, count);
+    } else if (heads.interleaved) {
+        VectorRotation<Isa, Type, true, false>(heads).rows(rows, next, count);
+    } else if (stream && heads.rotary_dim == heads.head_dim && half % (2 * Isa::kLanes) == 0) {
+        VectorRotation<Isa, Type, false, true>(heads).rows(rows, next, count);
+    } else {
+        VectorRotation<Isa, Type, false, false>(heads).rows(rows, next, count);
     }
 }
 
