@@ -21,12 +21,20 @@ from lmcache_fast.completion import PostCompletion, TokenEvent
 from lmcache_fast.edits import Edit
 from lmcache_fast.errors import InvalidInputError, LMCacheRequestStreamError
 from lmcache_fast.metrics import StreamPerfMetrics
-from lmcache_fast.sdk.context import LMCacheSDKCacheKind, ModifyFnType, kind_of
+from lmcache_fast.sdk.context import (
+    LMCacheSDKCacheKind,
+    LMCacheSDKContext,
+    ModifyFnType,
+    kind_of,
+)
 from lmcache_fast.sdk.stream_base import BaseStream
 
 __all__ = [
     "LMCacheRequestStream",
     "LMCacheRequestStreamError",
+    "LMCacheSDKCacheKind",
+    "LMCacheSDKContext",
+    "ModifyFnType",
     "PostCompletion",
     "StreamPerfMetrics",
     "TokenEvent",
