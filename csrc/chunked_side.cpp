@@ -49,6 +49,17 @@ void ChunkShape::check() const {
     require_positive("planes", planes);
     require_positive("layers", layers);
     require_positive("row_bytes", row_bytes);
+    require_positive("row_pieces", row_pieces);
+    if (row_bytes % row_pieces != 0) {
+        throw std::invalid_argument(
+            "ChunkedSide: row_bytes is " + std::to_string(row_bytes) +
+            "; expected a multiple of row_pieces = " + std::to_string(row_pieces));
+    }
+    if (row_pieces > 1 && piece_stride < row_bytes / row_pieces) {
+        throw std::invalid_argument("ChunkedSide: piece_stride is " + std::to_string(piece_stride) +
+                                    "; expected at least a piece, " +
+                                    std::to_string(row_bytes / row_pieces));
+    }
     const std::pair<const char*, std::int64_t> strides[] = {{"plane_stride", plane_stride},
                                                             {"layer_stride", layer_stride},
                                                             {"token_stride", token_stride}};
@@ -58,20 +69,24 @@ void ChunkShape::check() const {
                                         std::to_string(stride) + "; expected no negative stride");
         }
     }
-    if (tokens_per_chunk > 1 && token_stride < row_bytes) {
+    if (tokens_per_chunk > 1 && token_stride < row_extent()) {
         throw std::invalid_argument("ChunkedSide: token_stride is " + std::to_string(token_stride) +
-                                    "; expected at least row_bytes = " + std::to_string(row_bytes));
+                                    "; expected at least a row, " + std::to_string(row_extent()));
     }
     (void)extent();
 }
 
 bool ChunkShape::is_contiguous() const {
-    return token_stride == row_bytes && layer_stride == tokens_per_chunk * row_bytes &&
-           plane_stride == layers * layer_stride;
+    return row_extent() == row_bytes && token_stride == row_bytes &&
+           layer_stride == tokens_per_chunk * row_bytes && plane_stride == layers * layer_stride;
+}
+
+std::int64_t ChunkShape::row_extent() const {
+    return add(multiply(row_pieces - 1, piece_stride), row_bytes / row_pieces);
 }
 
 std::uint64_t ChunkShape::extent() const {
-    const std::int64_t rows = add(multiply(tokens_per_chunk - 1, token_stride), row_bytes);
+    const std::int64_t rows = add(multiply(tokens_per_chunk - 1, token_stride), row_extent());
     const std::int64_t layer_bytes = add(multiply(layers - 1, layer_stride), rows);
     return static_cast<std::uint64_t>(add(multiply(planes - 1, plane_stride), layer_bytes));
 }

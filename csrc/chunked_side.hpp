@@ -8,7 +8,8 @@
 
 namespace lmcache_fast {
 
-/// What every chunk of a side looks like. Strides are bytes.
+/// What every chunk of a side looks like. Strides are bytes. A row may stand in several pieces of
+/// the same length: keys and values of a head behind one another, then those of the next head.
 struct ChunkShape {
     std::int64_t tokens_per_chunk;
     std::int64_t planes;
@@ -17,6 +18,8 @@ struct ChunkShape {
     std::int64_t plane_stride;
     std::int64_t layer_stride;
     std::int64_t token_stride;
+    std::int64_t row_pieces = 1;
+    std::int64_t piece_stride = 0;
 
     /// The shape of a contiguous [planes, layers, tokens, row].
     static ChunkShape contiguous(std::int64_t tokens_per_chunk, std::int64_t planes,
@@ -24,6 +27,14 @@ struct ChunkShape {
     /// Throws std::invalid_argument where a number makes no sense or a chunk's size overflows.
     void check() const;
     bool is_contiguous() const;
+    /// Bytes from a row's beginning to its piece `piece`, when rows are moved in `pieces`, which is
+    /// a multiple of row_pieces.
+    std::int64_t piece_offset(std::int64_t piece, std::int64_t pieces) const {
+        const std::int64_t finer = pieces / row_pieces;
+        return piece / finer * piece_stride + piece % finer * (row_bytes / pieces);
+    }
+    /// Bytes from a row's beginning to its end.
+    std::int64_t row_extent() const;
     /// Bytes from a chunk's base to the end of its last row.
     std::uint64_t extent() const;
 };

@@ -29,6 +29,10 @@ void check_sides(const ChunkedSide& source, const ChunkedSide& target) {
     same("planes", from.planes, to.planes);
     same("layers", from.layers, to.layers);
     same("row_bytes", from.row_bytes, to.row_bytes);
+    if (std::max(from.row_pieces, to.row_pieces) % std::min(from.row_pieces, to.row_pieces) != 0) {
+        fail("source has rows of " + std::to_string(from.row_pieces) + " pieces and target of " +
+             std::to_string(to.row_pieces) + "; expected a multiple of one another");
+    }
     if (!target.writable()) fail("target is read-only");
     if (to.row_bytes > INT32_MAX) fail("a row of more than 2 GiB");
 }
@@ -45,6 +49,11 @@ void check_overlap(const ChunkedSide& source, const ChunkedSide& target) {
             fail("source and target overlap");
         }
     }
+}
+
+/// In how many pieces rows are moved.
+std::int64_t row_pieces(const ChunkedSide& source, const ChunkedSide& target) {
+    return std::max(source.shape().row_pieces, target.shape().row_pieces);
 }
 
 void check_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* runs,
@@ -66,9 +75,14 @@ void check_runs(const ChunkedSide& source, const ChunkedSide& target, const Run*
         fail("rotation is for " + std::to_string(rotation->num_runs()) + " runs; expected " +
              std::to_string(num_runs));
     }
-    if (rotation->heads().row_bytes() != source.shape().row_bytes) {
-        fail("rotation is for rows of " + std::to_string(rotation->heads().row_bytes()) +
+    if (rotation->row_bytes() != source.shape().row_bytes) {
+        fail("rotation is for rows of " + std::to_string(rotation->row_bytes()) +
              " bytes; expected " + std::to_string(source.shape().row_bytes));
+    }
+    if (rotation->heads().num_heads % row_pieces(source, target) != 0) {
+        fail("rotation is for " + std::to_string(rotation->heads().num_heads) +
+             " heads; expected a multiple of a row's " +
+             std::to_string(row_pieces(source, target)) + " pieces");
     }
     for (std::size_t i = 0; i < num_runs; ++i) rotation->check_run(i, runs[i].count);
 }
@@ -105,7 +119,9 @@ CopyPlan plan_copy(const ChunkedSide& source, const ChunkedSide& target, const R
     const std::int64_t row_bytes = source.shape().row_bytes;
     const std::int64_t from_stride = source.shape().token_stride;
     const std::int64_t to_stride = target.shape().token_stride;
-    const bool dense = from_stride == row_bytes && to_stride == row_bytes;
+    const std::int64_t pieces = row_pieces(source, target);
+    const std::int64_t piece_bytes = row_bytes / pieces;
+    const bool dense = pieces == 1 && from_stride == row_bytes && to_stride == row_bytes;
     CopyPlan plan;
     for (std::size_t i = 0; i < num_runs; ++i) plan.bytes += runs[i].count * row_bytes;
     // Pieces that are moved together are equally long. Where runs are short every piece is a row.
@@ -133,15 +149,29 @@ CopyPlan plan_copy(const ChunkedSide& source, const ChunkedSide& target, const R
                     add_cut(from, to, rows * row_bytes);
                     return;
                 }
-                for (std::int64_t row = 0; row < rows; ++row) {
-                    if (rotated) {
-                        add(from, to, row_bytes, rotation->table_row(i, token + row));
-                    } else {
-                        add_cut(from, to, row_bytes);
+                const auto for_each_piece = [&](const auto& move) {
+                    for (std::int64_t row = 0; row < rows; ++row) {
+                        for (std::int64_t piece = 0; piece < pieces; ++piece) {
+                            move(from + row * from_stride +
+                                     source.shape().piece_offset(piece, pieces),
+                                 to + row * to_stride + target.shape().piece_offset(piece, pieces),
+                                 token + row);
+                        }
                     }
-                    from += from_stride;
-                    to += to_stride;
+                };
+                const std::int64_t plain = rotated ? rotation->offset_bytes() : piece_bytes;
+                if (plain > 0) {
+                    for_each_piece(
+                        [&](const std::byte* source_piece, std::byte* target_piece, std::int64_t) {
+                            add_cut(source_piece, target_piece, plain);
+                        });
                 }
+                if (!rotated) return;
+                for_each_piece([&](const std::byte* source_piece, std::byte* target_piece,
+                                   std::int64_t index) {
+                    add(source_piece + plain, target_piece + plain, piece_bytes - plain,
+                        rotation->table_row(i, index));
+                });
             });
     }
     return plan;

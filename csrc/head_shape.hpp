@@ -17,7 +17,8 @@ struct HeadShape {
     Element element;
 
     std::int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : 2; }
-    std::int64_t row_bytes() const { return num_heads * head_dim * element_bytes(); }
+    std::int64_t head_bytes() const { return head_dim * element_bytes(); }
+    std::int64_t row_bytes() const { return num_heads * head_bytes(); }
 };
 
 }  // namespace lmcache_fast

@@ -15,19 +15,25 @@ Element parse_element(const std::string& dtype) {
 
 Rotation::Rotation(std::vector<float> cosines, std::vector<float> sines, std::int64_t table_rows,
                    std::vector<std::int32_t> run_rows, std::int64_t row_step,
-                   const HeadShape& heads)
+                   const HeadShape& heads, std::int64_t offset)
     : cosines_(std::move(cosines)),
       sines_(std::move(sines)),
       table_rows_(table_rows),
       run_rows_(std::move(run_rows)),
       row_step_(row_step),
-      heads_(heads) {
+      heads_(heads),
+      offset_(offset) {
     constexpr std::int64_t kMost = 1 << 20;  // of each, so that no product overflows
     if (heads_.num_heads < 1 || heads_.num_heads > kMost || heads_.head_dim < 1 ||
         heads_.head_dim > kMost) {
         throw std::invalid_argument("Rotation: num_heads is " + std::to_string(heads_.num_heads) +
                                     " and head_dim is " + std::to_string(heads_.head_dim) +
                                     "; expected positive numbers");
+    }
+    if (offset_ < 0 || offset_ > kMost || (offset_ > 0 && heads_.num_heads != 1)) {
+        throw std::invalid_argument("Rotation: rotary_offset is " + std::to_string(offset_) +
+                                    " and num_heads is " + std::to_string(heads_.num_heads) +
+                                    "; expected an offset below head_dim, and with one head only");
     }
     if (heads_.rotary_dim < 2 || heads_.rotary_dim % 2 != 0 ||
         heads_.rotary_dim > heads_.head_dim) {

@@ -17,12 +17,16 @@ Element parse_element(const std::string& dtype);
 class Rotation {
   public:
     /// `cosines` and `sines` are [table_rows, rotary_dim / 2]. Token i of run r uses table row
-    /// run_rows[r] + i * row_step; a negative run_rows[r] leaves the run alone.
+    /// run_rows[r] + i * row_step; a negative run_rows[r] leaves the run alone. Before the heads a
+    /// row has `offset` elements that stay as they are; they are for rows of one head.
     /// Throws std::invalid_argument for a shape that makes no sense.
     Rotation(std::vector<float> cosines, std::vector<float> sines, std::int64_t table_rows,
-             std::vector<std::int32_t> run_rows, std::int64_t row_step, const HeadShape& heads);
+             std::vector<std::int32_t> run_rows, std::int64_t row_step, const HeadShape& heads,
+             std::int64_t offset = 0);
 
     const HeadShape& heads() const { return heads_; }
+    std::int64_t offset_bytes() const { return offset_ * heads_.element_bytes(); }
+    std::int64_t row_bytes() const { return offset_bytes() + heads_.row_bytes(); }
     std::size_t num_runs() const { return run_rows_.size(); }
     bool rotates(std::size_t run) const { return run_rows_[run] >= 0; }
     /// Table row of a run's token. Only after check_run.
@@ -44,6 +48,7 @@ class Rotation {
     std::vector<std::int32_t> run_rows_;
     std::int64_t row_step_;
     HeadShape heads_;
+    std::int64_t offset_;
 };
 
 }  // namespace lmcache_fast

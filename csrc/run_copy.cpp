@@ -80,6 +80,8 @@ class Mover {
     void rotate(const Piece* at, const Piece* stop, const Piece* end, std::int64_t from,
                 std::int64_t to) const {
         RotatedRow rows[kStreams];
+        HeadShape heads = rotation_->heads();
+        heads.num_heads = at->bytes / heads.head_bytes();  // a piece may be less than a row
         const std::byte* next[kStreams];
         const auto count = static_cast<std::size_t>(stop - at);
         bool stream = stream_;
@@ -89,7 +91,7 @@ class Mover {
             next[i] = stop + i < end ? stop[i].source + from : rows[i].source;
             stream = stream && aligned(rows[i].target, at[i].bytes);
         }
-        kernels_.rotate(rotation_->heads(), rows, next, count, stream);
+        kernels_.rotate(heads, rows, next, count, stream);
     }
 
     const Kernels& kernels_;

@@ -28,6 +28,11 @@ class ChunkedSide:
         planes: int,
         layers: int,
         row_bytes: int,
+        plane_stride: int | None = None,
+        layer_stride: int | None = None,
+        token_stride: int | None = None,
+        row_pieces: int = 1,
+        piece_stride: int = 0,
     ) -> ChunkedSide: ...
     @staticmethod
     def from_addresses(
@@ -41,6 +46,8 @@ class ChunkedSide:
         plane_stride: int,
         layer_stride: int,
         token_stride: int | None = None,
+        row_pieces: int = 1,
+        piece_stride: int = 0,
         writable: bool = True,
     ) -> ChunkedSide: ...
     @property
@@ -59,6 +66,7 @@ class Rotation:
         rotary_dim: int,
         interleaved: bool,
         dtype: str,
+        rotary_offset: int = 0,
     ) -> None: ...
 
 def copy_runs(

@@ -148,9 +148,10 @@ def _rotate(
         where = torch.from_numpy(moved).to(keys.device)
     rotary_dim = rope.rotary_dim
     assert rotary_dim is not None
-    first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    start, end = rope.rotary_offset, rope.rotary_offset + rotary_dim
+    first, second = slice(start, start + rotary_dim // 2), slice(start + rotary_dim // 2, end)
     if rope.interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+        first, second = slice(start, end, 2), slice(start + 1, end, 2)
     for layer in keys:
         block = layer[where].view(moved.size, -1, rope.head_dim)
         x1, x2 = block[..., first].float(), block[..., second].float()

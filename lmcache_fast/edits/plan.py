@@ -12,7 +12,7 @@ import torch
 
 from lmcache_fast import runs as run_plans
 from lmcache_fast.edits.rope import Rope, RotationTables
-from lmcache_fast.errors import InvalidInputError
+from lmcache_fast.errors import EditError, InvalidInputError
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.runs import Runs
 
@@ -49,12 +49,18 @@ def check_rotatable(where: str, rope: Rope, planes: int, width: int, dtype: torc
     """Check that keys of such a cache can be rotated.
 
     Raises:
-        InvalidInputError: one plane, a dtype that is not rotated, or a width of no whole heads.
+        InvalidInputError: one plane that is not MLA's, or MLA's rope for two; a dtype that is not
+            rotated, or a width of no whole heads.
     """
-    if planes != 2:
+    if planes != 2 and not (rope.rotary_offset and width == rope.head_dim):
         raise InvalidInputError(
-            f"{where}: the cache has {planes} plane; expected keys and values apart (2 planes) "
-            "where rope is given"
+            f"{where}: the cache has {planes} plane of {width} elements; expected keys and values "
+            "apart (2 planes) where rope is given, or MLA rows and the rope of their model"
+        )
+    if planes == 2 and rope.rotary_offset:
+        raise InvalidInputError(
+            f"{where}: the rope has rotary_offset {rope.rotary_offset}, for MLA's one plane; the "
+            "cache has 2 planes"
         )
     if dtype not in _ROTATED_DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in _ROTATED_DTYPES)
@@ -133,6 +139,7 @@ class CompiledEdit:
             rotary_dim=self.rope.rotary_dim,
             interleaved=self.rope.interleaved,
             dtype=self.layout.dtype_name,
+            rotary_offset=self.rope.rotary_offset,
         )
         return runs, rotation
 
@@ -147,8 +154,11 @@ def compile_plan(plan: EditPlan, layout: KVLayout, chunk_size: int) -> CompiledE
 
     Raises:
         InvalidInputError: the plan rotates keys and the layout's cannot be.
+        EditError: the layout is opaque and the plan takes chunks apart.
     """
     where = "compile_plan"
+    if layout.rows == "opaque":
+        _check_whole_chunks(plan, chunk_size)
     if plan.rope is not None:
         check_rotatable(where, plan.rope, layout.planes, layout.width, layout.dtype)
         if layout.num_kv_heads > 1 and layout.head_dim != plan.rope.head_dim:
@@ -175,3 +185,23 @@ def compile_plan(plan: EditPlan, layout: KVLayout, chunk_size: int) -> CompiledE
         rope=plan.rope,
         layout=layout,
     )
+
+
+def _check_whole_chunks(plan: EditPlan, chunk_size: int) -> None:
+    """Check that every new chunk is a chunk of the source; a rest behind them is not stored."""
+    if plan.rope is not None:
+        raise EditError(
+            "edit: the layout is opaque: nobody knows where in its rows the keys are, so that they "
+            "cannot be rotated; expected an edit without rope"
+        )
+    num_chunks = plan.positions.size // chunk_size
+    chunks = plan.positions[: num_chunks * chunk_size].reshape(num_chunks, chunk_size)
+    first, last = chunks[:, 0], chunks[:, -1]
+    wrong = np.flatnonzero((first % chunk_size != 0) | (last - first != chunk_size - 1))
+    if wrong.size:
+        index = int(wrong[0])
+        raise EditError(
+            f"edit: new chunk {index} would be put together from source tokens {first[index]} to "
+            f"{last[index]}; the layout is opaque: its rows are no tokens, so only whole chunks of "
+            f"{chunk_size} can be kept or dropped"
+        )

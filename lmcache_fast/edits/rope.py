@@ -68,6 +68,8 @@ class Rope:
             needs ``max_position_embeddings`` in it. Schemes other than ``default`` and ``linear``
             need transformers to be installed.
         fixed_length: see :meth:`at_length`.
+        rotary_offset: elements of a head before the rotated ones. An MLA row is one head, whose
+            rotated part is its end.
 
     Raises:
         InvalidInputError: a size is wrong, the scheme is unknown or incomplete, or transformers is
@@ -80,6 +82,7 @@ class Rope:
     interleaved: bool = False
     scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     fixed_length: int | None = None
+    rotary_offset: int = 0
     _known: dict[int, npt.NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -87,12 +90,18 @@ class Rope:
     def __post_init__(self) -> None:
         """Check everything now, so that a wrong scheme does not wait for the first edit."""
         _check_even("head_dim", self.head_dim)
-        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        _check_even("rotary_dim", rotary_dim)
-        if rotary_dim > self.head_dim:
+        offset = self.rotary_offset
+        if not isinstance(offset, int) or not 0 <= offset < self.head_dim:
             raise InvalidInputError(
-                f"Rope: rotary_dim is {rotary_dim}; expected at most head_dim = {self.head_dim}"
+                f"Rope: rotary_offset is {offset!r}; expected 0 to head_dim = {self.head_dim}"
             )
+        rotary_dim = self.head_dim - offset if self.rotary_dim is None else self.rotary_dim
+        _check_even("rotary_dim", rotary_dim)
+        if offset + rotary_dim > self.head_dim:
+            most = f"head_dim = {self.head_dim}" + (
+                f", less rotary_offset = {offset}" * bool(offset)
+            )
+            raise InvalidInputError(f"Rope: rotary_dim is {rotary_dim}; expected at most {most}")
         if not isinstance(self.theta, (int, float)) or not 0 < self.theta < float("inf"):
             raise InvalidInputError(f"Rope: theta is {self.theta!r}; expected a positive number")
         object.__setattr__(self, "rotary_dim", rotary_dim)
@@ -146,7 +155,7 @@ class Rope:
 
     @classmethod
     def from_hf_config(cls, config: str | Path | Mapping[str, Any] | Any) -> Rope:
-        """Build the Rope of a Hugging Face model.
+        """Build the Rope of a Hugging Face model; for MLA that of its compressed rows.
 
         Args:
             config: a ``PretrainedConfig``, its dictionary, a ``config.json`` or the folder with it.
@@ -168,11 +177,18 @@ class Rope:
                     "num_attention_heads"
                 )
             head_dim = hidden // heads
+        rotary_dim, offset = None, 0
+        if fields.get("kv_lora_rank"):
+            offset, rotary_dim = (
+                int(fields["kv_lora_rank"]),
+                int(fields.get("qk_rope_head_dim") or 0),
+            )
+            head_dim = offset + rotary_dim
         theta = _first(scaling.get("rope_theta"), fields.get("rope_theta"))
         theta = _first(theta, fields.get("rotary_emb_base"), 10000.0)
         part = _first(scaling.get("partial_rotary_factor"), fields.get("partial_rotary_factor"))
         part = _first(part, fields.get("rotary_pct"), 1.0)
-        rotary_dim = _first(fields.get("rotary_dim"), int(head_dim * part))
+        rotary_dim = _first(rotary_dim, fields.get("rotary_dim"), int(head_dim * part))
         for name in ("max_position_embeddings", "original_max_position_embeddings"):
             # Phi-3 keeps the original length outside, and there it counts.
             if fields.get(name) is not None:
@@ -180,9 +196,9 @@ class Rope:
         if scaling.get("original_max_position_embeddings") is None:
             scaling["original_max_position_embeddings"] = fields.get("max_position_embeddings")
         interleaved = fields.get("rope_interleave")
-        if interleaved is None:
-            interleaved = fields.get("model_type") in _INTERLEAVED
-        return cls(head_dim, theta, rotary_dim, bool(interleaved), scaling)
+        if interleaved is None:  # engines keep MLA's rotated part as its neighbours pair up
+            interleaved = offset > 0 or fields.get("model_type") in _INTERLEAVED
+        return cls(head_dim, theta, rotary_dim, bool(interleaved), scaling, rotary_offset=offset)
 
 
 def _first(*values: Any) -> Any:
@@ -204,8 +220,8 @@ def _check_all_layers_alike(fields: Mapping[str, Any], scaling: Mapping[str, Any
         why = "no_rope_layers leaves some layers without rotation"
     elif fields.get("model_type") in _NOT_EVERY_LAYER:
         why = f"model_type {fields['model_type']!r} leaves layers without rotation"
-    elif fields.get("kv_lora_rank"):
-        why = "kv_lora_rank says that one compressed row holds keys and values (MLA)"
+    elif fields.get("kv_lora_rank") and not fields.get("qk_rope_head_dim"):
+        why = "kv_lora_rank says MLA, and qk_rope_head_dim, the rotated end of its rows, is missing"
     if why:
         raise InvalidInputError(
             f"Rope.from_hf_config: {why}; expected keys that every layer rotates alike"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmcache_fast.edits import Edit, Rope, chain, drop_middle_chunks, keep
 from lmcache_fast.edits.plan import CompiledEdit, compile_plan
-from lmcache_fast.errors import InvalidInputError
+from lmcache_fast.errors import EditError, InvalidInputError
 from lmcache_fast.layout import KVLayout
 
 HEADS, HEAD_DIM, LAYERS, CHUNK = 2, 16, 2, 8
@@ -369,3 +369,15 @@ def test_every_native_kernel_gives_the_functions_bytes_for_any_finite_keys(
             assert same_bytes(out, edited[:, :, : len(chunks) * CHUNK]), kernel
     finally:
         native.set_kernel(chosen)
+
+
+def test_an_opaque_layout_takes_whole_chunks_only() -> None:
+    layout = KVLayout.opaque(1, 8, "bfloat16")
+    tokens = list(range(16))
+    whole = compile_plan(keep([*range(4), *range(8, 12), 13]).plan(tokens), layout, 4)
+    assert whole.runs.tolist() == [[0, 0, 4], [8, 4, 4], [13, 8, 1]]
+    for positions in ([*range(4), *range(9, 13)], [0, 1, 2, 4], list(range(1, 5))):
+        with pytest.raises(EditError, match=r"tokens \d+ to \d+; the layout is opaque"):
+            compile_plan(keep(positions).plan(tokens), layout, 4)
+    with pytest.raises(EditError, match="cannot be rotated"):
+        compile_plan(keep([0], rope=Rope(8)).plan(tokens), layout, 4)

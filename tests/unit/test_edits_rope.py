@@ -287,3 +287,30 @@ def test_from_hf_config_refuses_models_that_one_rotation_cannot_move(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Rope.from_hf_config(fields)
+
+
+def test_the_rope_of_mla_turns_the_end_of_its_rows_in_neighbouring_pairs() -> None:
+    config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_theta": 1e4, "head_dim": 192}
+    rope = Rope.from_hf_config(config)
+    assert (rope.head_dim, rope.rotary_offset, rope.rotary_dim) == (576, 512, 64)
+    assert rope.interleaved
+    assert not Rope.from_hf_config({**config, "rope_interleave": False}).interleaved
+    kv = torch.randn(1, 2, 6, 576)
+    edited, _ = keep([0, 2, 4], rope=rope)(kv, list(range(6)))
+    source = kv[:, :, [0, 2, 4]]
+    assert torch.equal(edited[..., :512], source[..., :512])
+    pairs = torch.view_as_complex(source[0, :, :, 512:].unflatten(-1, (32, 2)).contiguous())
+    angles = torch.outer(torch.tensor([0.0, -1.0, -2.0]), 1e4 ** (-torch.arange(32) / 32))
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones(3, 32), angles)).flatten(-2)
+    assert torch.allclose(edited[0, :, :, 512:], turned, atol=1e-5)
+
+
+def test_the_rope_of_mla_and_other_caches_do_not_go_together() -> None:
+    with pytest.raises(InvalidInputError, match="1 plane of 64 elements"):
+        keep([1], rope=Rope(64))(torch.zeros(1, 1, 2, 64), [1, 2])
+    with pytest.raises(InvalidInputError, match="2 planes"):
+        keep([1], rope=Rope(64, rotary_offset=32))(torch.zeros(2, 1, 2, 64), [1, 2])
+    with pytest.raises(InvalidInputError, match="rotary_offset is 64"):
+        Rope(64, rotary_offset=64)
+    with pytest.raises(InvalidInputError, match="less rotary_offset = 32"):
+        Rope(64, rotary_dim=34, rotary_offset=32)

@@ -77,3 +77,61 @@ def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:
         KVLayout.from_hf_config({k: v for k, v in QWEN3_8B.items() if k != "torch_dtype"})
     with pytest.raises(InvalidInputError, match="cannot read"):
         KVLayout.from_hf_config(tmp_path / "nowhere")
+
+
+def test_packed_objects_have_a_head_s_key_and_value_behind_one_another() -> None:
+    layout = KVLayout.packed(2, 3, 4, "float16")
+    assert layout.kv_shape(5) == (2, 2, 5, 12)
+    assert layout.object_shape(5) == (2, 5, 24)
+    assert (layout.object_planes, layout.object_width) == (1, 24)
+    stored = torch.arange(2 * 5 * 24).view(2, 5, 24)
+    kv = layout.from_object(stored)
+    assert kv[1, 0, 3, 4:8].tolist() == stored[0, 3, 12:16].tolist()
+    assert torch.equal(layout.to_object(kv), stored)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "uint8", "int8"])
+def test_bytes_survive_packing(dtype: str) -> None:
+    layout = KVLayout.packed(2, 3, 4, dtype)
+    stored = torch.arange(2 * 5 * 24, dtype=torch.uint8).view(2, 5, 24)
+    again = layout.to_object(layout.from_object(stored.view(layout.dtype)))
+    assert torch.equal(again.view(torch.uint8), stored)
+
+
+def test_rows_and_planes_must_go_together() -> None:
+    with pytest.raises(InvalidInputError, match="rows is 'odd'; expected one of plain"):
+        KVLayout(1, 1, 1, "uint8", rows="odd")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="planes is 1 and rows 'packed'"):
+        KVLayout(1, 1, 1, torch.uint8, planes=1, rows="packed")
+    with pytest.raises(InvalidInputError, match="planes is 2 and rows 'opaque'"):
+        KVLayout(1, 1, 1, torch.uint8, rows="opaque")
+
+
+def test_a_packed_layout_may_turn_out_opaque() -> None:
+    packed = KVLayout.packed(2, 3, 4, "bfloat16", 32)
+    opaque = packed.as_opaque()
+    assert opaque == KVLayout.opaque(2, 24, "bfloat16", 32) == opaque.as_opaque()
+    assert opaque.object_shape(64) == packed.object_shape(64)
+    with pytest.raises(InvalidInputError, match="rows is 'plain'"):
+        KVLayout(2, 3, 4, torch.bfloat16).as_opaque()
+
+
+@pytest.mark.parametrize(
+    ("whole", "rank"),
+    [
+        (KVLayout(2, 8, 4, torch.uint8), KVLayout(2, 2, 4, torch.uint8)),
+        (KVLayout.packed(2, 8, 4, "uint8"), KVLayout.packed(2, 2, 4, "uint8")),
+        (KVLayout.opaque(2, 64, "uint8"), KVLayout.opaque(2, 16, "uint8")),
+        (KVLayout(2, 1, 64, torch.uint8, planes=1), KVLayout(2, 1, 64, torch.uint8, planes=1)),
+    ],
+    ids=["split", "packed", "opaque", "MLA"],
+)
+def test_ranks_share_heads_and_repeat_what_has_none(whole: KVLayout, rank: KVLayout) -> None:
+    assert whole.for_rank(4) == rank
+    assert rank.for_all_ranks(4) == whole
+    assert whole.for_rank(1) is whole
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="num_kv_heads is 8; expected a multiple of the 3"):
+        KVLayout(2, 8, 4, torch.uint8).for_rank(3)
