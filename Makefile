@@ -6,13 +6,14 @@ TESTS ?=
 PYTEST_FLAGS ?=
 SERVER_VERSIONS ?= 0.5.2 0.5.6 0.5.7rc2
 
-NATIVE_SOURCES := $(shell find csrc tests/native -name '*.cpp' -o -name '*.hpp')
+NATIVE_SOURCES := $(shell find csrc tests/native \( -name '*.cpp' -o -name '*.hpp' \) 2>/dev/null)
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt lmcache_fast/_version.py $(filter csrc/%,$(NATIVE_SOURCES))
 OWN_ENV := $(filter .venv/bin/python,$(PYTHON))
 DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
-.PHONY: demo test lint interop bench clean
+.DEFAULT_GOAL := test
+.PHONY: demo test lint interop bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
@@ -32,7 +33,19 @@ interop: $(DEV_ENV)
 	$(PYTHON) -m pytest tests/interop $(SERVER_VERSIONS:%=--server-version %) $(PYTEST_FLAGS)
 
 bench: $(DEV_ENV)
-	$(PYTHON) -m lmcache_fast bench
+	mkdir -p bench/results
+	$(PYTHON) -m pytest bench --timeout 0 --benchmark-json bench/results/groups.json $(PYTEST_FLAGS)
+	$(PYTHON) -m bench.compare_upstream
+	$(PYTHON) -m bench.draw
+
+# What `pip install .` gives, without the source tree and what an editable install adds.
+wheel: $(DEV_ENV)
+	rm -rf build/wheel
+	$(PYTHON) -m pip wheel -q --no-deps -w build/wheel .
+	$(PYTHON) -m pip install -q --no-deps --target build/wheel/installed build/wheel/*.whl
+	cd build/wheel/installed && $(abspath $(PYTHON)) -I -S -c "import sys; sys.path.insert(0, ''); \
+		import lmcache_fast, lmcache_fast._native as native; \
+		assert native.__version__ == lmcache_fast.__version__; print('wheel works:', native.__file__)"
 
 native native-test: $(DEV_ENV)
 

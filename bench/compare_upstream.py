@@ -19,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lmcache_fast import KVLayout
 from tests.interop.peer import ensure
 from tests.interop.servers import RealServer, real_server
 from tests.interop.status_proxy import status_proxy
@@ -26,6 +29,7 @@ from tests.interop.status_proxy import status_proxy
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "upstream.json"
 MODEL = "bench/qwen3-8b"
+LAYOUT = KVLayout(36, 8, 128, torch.bfloat16)
 CHUNKS = 16
 
 
@@ -73,7 +77,7 @@ class Comparison:
         self.pairs = pairs
         self._seed = 0
         peer = server.peer
-        self._proxy = status_proxy(server.http_url, MODEL, layers=36, heads=8, head_dim=128)
+        self._proxy = status_proxy(server.http_url, {MODEL: LAYOUT})
         proxy_url = self._proxy.__enter__()
         peer_environment = {**peer.environment(), "PYTHONPATH": str(ROOT)}
         self.upstream = Worker(
