@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lmcache_fast import observe as _observe
 from lmcache_fast._version import __version__
 from lmcache_fast.errors import (
     BatchError,
@@ -58,6 +59,8 @@ __all__ = [
     "UnsupportedServerError",
     "__version__",
 ]
+
+_observe.set_log_level()
 
 _LAZY = {"KVClient": "lmcache_fast.client", "KVLayout": "lmcache_fast.layout"}
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_fast._extension import native
 from lmcache_fast.arguments import (
     TokenIds,
     check_configs,
@@ -25,18 +24,15 @@ from lmcache_fast.arguments import (
     check_tokens,
 )
 from lmcache_fast.buffers import TensorPool
-from lmcache_fast.errors import (
-    ClosedError,
-    InvalidInputError,
-    LeaseExpiredError,
-    ServerGoneError,
-    StoreIncompleteError,
-)
+from lmcache_fast.errors import InvalidInputError, StoreIncompleteError
+from lmcache_fast.interrupts import interruptible
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.lease import Lease
+from lmcache_fast.links import Links
+from lmcache_fast.observe import ClientStats, Counters
 from lmcache_fast.protocol.connection import Connection
-from lmcache_fast.request import Request
-from lmcache_fast.transport.select import choose_transport
+from lmcache_fast.request import Link, Request
+from lmcache_fast.transport.base import ChunkWriter
 
 if TYPE_CHECKING:
     from lmcache_fast.edits import Edit
@@ -51,7 +47,6 @@ EVICTION_PAUSE = 1.1
 
 _Configs = Mapping[str, Any] | None
 _Tokens = npt.NDArray[np.uint32]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -97,16 +92,22 @@ class KVClient:
     ) -> None:
         self.model_name = check_model_name("KVClient", model_name)
         self.timeout = check_timeout("KVClient", timeout)
-        self._lock = threading.Lock()
-        self._closed = False
+        self._counters = Counters()
         self._buffers = TensorPool()
         self._connection = Connection(url, http_url, model_name, layout, timeout)
         try:
-            self._transport = choose_transport(self._connection)
+        # Whoever forgets to close a client does not keep its thread and its registration.
+        self._last_will = weakref.finalize(self, self._connection.close)
+            self._links = Links(self._connection, self._counters)
         except BaseException:
             self._connection.close()
             raise
-        self._generation = self._connection.generation
+        logger.info(
+            "connected to %s, LMCache %s: model %r as instance %d, %s, chunks of %d tokens, "
+            "transport %s",
+            url, self.server_version, model_name, self.instance_id, self.layout, self.chunk_size,
+            self.transport_name,
+        )  # fmt: skip
 
     def __enter__(self) -> KVClient:
         return self
@@ -122,7 +123,7 @@ class KVClient:
     @property
     def chunk_size(self) -> int:
         """Tokens a chunk."""
-        return self._connection.info.chunk_size
+        return self._links.current.chunk_size
 
     @property
     def layout(self) -> KVLayout:
@@ -142,7 +143,11 @@ class KVClient:
     @property
     def transport_name(self) -> str:
         """How chunks travel: ``shm``, ``inline`` or ``pickle``."""
-        return self._transport.name
+        return self._links.current.transport.name
+
+    def stats(self) -> ClientStats:
+        """Return what the client has done so far: a snapshot of its counters."""
+        return self._counters.snapshot()
 
     def lookup(self, tokens: TokenIds, cache_salt: str = "") -> int:
         """Return how many leading tokens are cached: whole chunks. No lock stays.
@@ -152,8 +157,9 @@ class KVClient:
             cache_salt: keeps users apart; "" for none.
         """
         array = check_tokens("lookup", tokens)
+        self._counters.add(lookups=1)
         check_salt("lookup", cache_salt)
-        return self._retry("lookup", lambda: self._lookup(array, cache_salt))
+        return self._links.call("lookup", lambda link: self._lookup(link, array, cache_salt))
 
     def lease(self, tokens: TokenIds, cache_salt: str = "") -> Lease:
         """Lock the cached prefix of ``tokens`` on the server and view its chunks in place.
@@ -162,8 +168,9 @@ class KVClient:
         nothing is cached.
         """
         array = check_tokens("lease", tokens)
+        self._counters.add(leases=1)
         check_salt("lease", cache_salt)
-        return self._retry("lease", lambda: self._lease(array, cache_salt))
+        return self._links.call("lease", lambda link: self._lease(link, array, cache_salt))
 
     def retrieve(
         self,
@@ -191,13 +198,14 @@ class KVClient:
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
         array = check_tokens("retrieve", tokens)
+        self._counters.add(retrieves=1)
         check_salt("retrieve", cache_salt)
         check_configs("retrieve", request_configs)
         if out is not None:
             self._check_out(out)
 
-        def attempt() -> torch.Tensor | None:
-            with self._lease(array, cache_salt, request_configs) as lease:
+        def attempt(link: Link) -> torch.Tensor | None:
+            with self._lease(link, array, cache_salt, request_configs) as lease:
                 if not len(lease):
                     return None
                 if out is None:
@@ -213,10 +221,7 @@ class KVClient:
                 lease.copy_to(target)
                 return target
 
-        try:
-            return self._retry("retrieve", attempt)
-        except LeaseExpiredError:
-            return self._retry("retrieve", attempt)
+        return self._links.call("retrieve", attempt)
 
     def store(
         self,
@@ -242,29 +247,17 @@ class KVClient:
             InvalidInputError: an argument is wrong; nothing was sent.
             StoreIncompleteError: the pool had no room for all of it.
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
+            LeaseExpiredError: twice, the server's reservation ran out before the copy was done.
         """
         array = check_tokens("store", tokens)
+        self._counters.add(stores=1)
         check_salt("store", cache_salt)
         check_configs("store", request_configs)
         kv = check_kv("store", kv, self.layout, len(array))
 
-        def attempt() -> bool:
-            aligned = self._whole_chunks(array)
-            num_chunks = len(aligned) // self.chunk_size
-            part = kv[:, :, : len(aligned)]
-
-            def write(request: Request) -> tuple[bool, bool]:
-                writer = request.open_write()
-                if writer is None:
-                    return False, False
-                writer.copy_from(part)
-                return writer.commit(), len(writer.chunk_indices) == num_chunks
-
-            return num_chunks > 0 and self._write_all(
-                "store", aligned, cache_salt, write, request_configs
-            )
-
-        return self._retry("store", attempt)
+        return self._links.call(
+            "store", lambda link: self._store(link, kv, array, cache_salt, request_configs)
+        )
 
     def edit(
         self,
@@ -290,51 +283,56 @@ class KVClient:
 
         Raises:
             InvalidInputError: an argument or the edit's selection is wrong; nothing was stored.
-            LeaseExpiredError: the source's lock ran out before the copy was done.
+            LeaseExpiredError: twice, the source's lock ran out before the copy was done; nothing
+                was stored.
             StoreIncompleteError: the pool had no room for all of it.
         """
         from lmcache_fast.edits.edit import apply_plan
         from lmcache_fast.edits.plan import compile_plan
 
         array = check_tokens("edit", tokens)
+        self._counters.add(edits=1)
         check_salt("edit", cache_salt)
         new_salt = check_salt("edit", cache_salt if target_salt is None else target_salt)
 
-        def attempt() -> EditResult:
-            with self._lease(array, cache_salt) as source:
+        def attempt(link: Link) -> EditResult:
+            with self._lease(link, array, cache_salt) as source:
                 cached = array[: source.num_tokens]
-                plan = edit.plan(cached.tolist(), chunk_size=self.chunk_size)
-                compiled = compile_plan(plan, self.layout, self.chunk_size)
+                with interruptible():  # the user's own function chooses
+                    plan = edit.plan(cached.tolist(), chunk_size=link.chunk_size)
+                compiled = compile_plan(plan, self.layout, link.chunk_size)
                 kept = cached[plan.positions]
-                target = self._whole_chunks(kept)
+                target = link.whole_chunks(kept)
                 if not len(target):
                     return EditResult(kept.tolist(), 0, source.num_tokens)
                 if source.side is not None:
                     self._write_all(
-                        "edit", target, new_salt, lambda r: self._edit_into(r, source, compiled)
+                        link,
+                        "edit",
+                        target,
+                        new_salt,
+                        lambda writer: self._edit_into(writer, source, compiled),
                     )
                 else:
                     kv = self._buffers.empty(
                         self.layout.kv_shape(source.num_tokens), self.layout.dtype
                     )
                     source.copy_to(kv)
-                    self.store(apply_plan(plan, kv), kept, new_salt)
+                    self._store(link, apply_plan(plan, kv), kept, new_salt)
                 return EditResult(kept.tolist(), len(target), source.num_tokens)
 
-        return self._retry("edit", attempt)
+        return self._links.call("edit", attempt)
 
     def close(self) -> None:
-        """Take leave of the server and release everything; again: nothing. Takes under 2 s."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._connection.close()
-        self._transport.close()
-        self._buffers.clear()
+        """Take leave of the server and release everything; again: nothing. Takes under 2 s.
 
-    def _whole_chunks(self, tokens: _Tokens) -> _Tokens:
-        return tokens[: len(tokens) // self.chunk_size * self.chunk_size]
+        Calls under way in other threads raise ClosedError.
+        """
+        if self._connection.is_foreign:  # a fork: the parent's locks may never be released here
+            return
+        self._last_will()
+        if self._links.close():
+            self._buffers.clear()
 
     def _check_out(self, out: torch.Tensor) -> None:
         if not isinstance(out, torch.Tensor) or out.dim() != 4 or out.device.type != "cpu":
@@ -348,101 +346,108 @@ class KVClient:
         if not out.is_contiguous():
             raise InvalidInputError("retrieve: out is not contiguous")
 
-    def _request(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> Request:
-        return Request(
-            self._connection, self._transport, self.model_name, tokens, cache_salt, configs
-        )
+    def _request(
+        self, link: Link, tokens: _Tokens, cache_salt: str, configs: _Configs = None
+    ) -> Request:
+        return Request(link, self.model_name, tokens, cache_salt, configs)
 
-    def _lookup(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> int:
-        tokens = self._whole_chunks(tokens)
+    def _lookup(
+        self, link: Link, tokens: _Tokens, cache_salt: str, configs: _Configs = None
+    ) -> int:
+        tokens = link.whole_chunks(tokens)
         if not len(tokens):
             return 0
-        with self._request(tokens, cache_salt, configs) as request:
-            return request.lookup() * self.chunk_size
+        with self._request(link, tokens, cache_salt, configs) as request:
+            return request.lookup() * link.chunk_size
 
-    def _lease(self, tokens: _Tokens, cache_salt: str, configs: _Configs = None) -> Lease:
-        tokens = self._whole_chunks(tokens)
-        request = self._request(tokens, cache_salt, configs)
+    def _lease(
+        self, link: Link, tokens: _Tokens, cache_salt: str, configs: _Configs = None
+    ) -> Lease:
+        tokens = link.whole_chunks(tokens)
+        request = self._request(link, tokens, cache_salt, configs)
         try:
             # A prefix may be evicted between the lookup and the read: one fresh lookup tells.
+            reader, num_chunks = None, 0
             for _ in range(2):
                 num_chunks = request.lookup() if len(tokens) else 0
                 if not num_chunks:
                     break
-                grant = request.open_read(num_chunks)
-                if grant.success:
-                    reader = self._transport.reader(grant, num_chunks)
-                    return Lease(request, reader, num_chunks, self.layout, self.chunk_size)
-            return Lease(request, None, 0, self.layout, self.chunk_size)
+                reader = request.open_read(num_chunks)
+                if reader is not None:
+                    break
+            if reader is None:
+                num_chunks = 0
+            num_bytes = num_chunks * link.chunk_size * self.layout.token_bytes
+            self._counters.add(bytes_read=num_bytes)
+            return Lease(request, reader, num_chunks, self.layout, link.chunk_size, self._counters)
         except BaseException:
             request.close()
             raise
 
-    def _edit_into(
-        self, request: Request, source: Lease, compiled: CompiledEdit
-    ) -> tuple[bool, bool]:
-        """Write the edit of ``source`` into the slots that the server reserves."""
-        writer = request.open_write()
-        if writer is None:
-            return False, False
-        runs, rotation = compiled.for_chunks(writer.chunk_indices, self.chunk_size)
-        assert native is not None and source.side is not None and writer.side is not None
-        native.copy_runs(source.side, writer.side, runs, rotation)
+    def _store(
+        self,
+        link: Link,
+        kv: torch.Tensor,
+        tokens: _Tokens,
+        cache_salt: str,
+        configs: _Configs = None,
+    ) -> bool:
+        """Store the whole chunks of checked arguments."""
+        tokens = link.whole_chunks(tokens)
+        if not len(tokens):
+            return False
+        part = kv[:, :, : len(tokens)]
+        return self._write_all(
+            link, "store", tokens, cache_salt, lambda writer: writer.copy_from(part), configs
+        )
+
+    def _edit_into(self, writer: ChunkWriter, source: Lease, compiled: CompiledEdit) -> None:
+        """Write the edit of ``source`` into the slots that the server has reserved."""
+        runs, rotation = compiled.for_chunks(writer.chunk_indices, source.chunk_size)
+        source.reader("edit").edit_to(writer, runs, rotation)
         # Bytes that may have been someone else's are not published; the slots' TTL frees them.
         source.check("edit")
-        num_chunks = len(compiled.new_positions) // self.chunk_size
-        return writer.commit(), len(writer.chunk_indices) == num_chunks
 
     def _write_all(
         self,
         where: str,
+        link: Link,
         tokens: _Tokens,
         cache_salt: str,
-        write: Callable[[Request], tuple[bool, bool]],
+        fill: Callable[[ChunkWriter], None],
         configs: _Configs = None,
     ) -> bool:
         """Write until a lookup would find all of ``tokens``; True if something new is stored.
 
-        ``write`` returns whether something was stored, and whether that was every chunk.
+        ``fill`` puts the bytes into the chunks that are to be written.
         """
         anything_new = False
         covered = 0
         for retries_left in range(STORE_RETRIES, -1, -1):
-            with self._request(tokens, cache_salt, configs) as request:
-                stored, complete = write(request)
+        chunk_bytes = link.chunk_size * self.layout.token_bytes
+
+        def counted(writer: ChunkWriter) -> None:
+            fill(writer)
+            self._counters.add(bytes_written=len(writer.chunk_indices) * chunk_bytes)
+
+            with self._request(link, tokens, cache_salt, configs) as request:
+                stored, complete = request.write(counted)
             anything_new |= stored
             if stored and complete:
                 return True
-            # A chunk is left out when it is cached already and when the pool is full.
-            covered = self._lookup(tokens, cache_salt, configs)
+            # A chunk is left out when it is cached already, when someone else is writing it, and
+            # when the pool is full.
+            covered = self._lookup(link, tokens, cache_salt, configs)
             if covered == len(tokens):
                 return anything_new
             if retries_left:
-                time.sleep(EVICTION_PAUSE)
+                self._counters.add(retries=1)
+                with interruptible():
+                    time.sleep(EVICTION_PAUSE)
         raise StoreIncompleteError(
             f"{where}: only {covered} of {len(tokens)} tokens are stored: the server's pool is "
-            "full of chunks that are in use; give it more --l1-size-gb",
+            "full of chunks that are in use (then give it more --l1-size-gb), or another client "
+            "has begun to store the same and not finished",
             covered,
             len(tokens),
         )
-
-    def _retry(self, where: str, attempt: Callable[[], _T]) -> _T:
-        """Run ``attempt``; once more if the server went away under it and is back."""
-        self._renew(where)
-        try:
-            return attempt()
-        except ServerGoneError as error:
-            logger.warning("%s: %s; trying once more", where, error)
-            self._renew(where)
-            return attempt()
-
-    def _renew(self, where: str) -> None:
-        """Make sure of a live connection, and of a transport that belongs to it."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{where}: the client was closed")
-            self._connection.ensure_open()
-            if self._connection.generation != self._generation:
-                # The old transport is not closed: other threads may still read from its pool.
-                self._transport = choose_transport(self._connection)
-                self._generation = self._connection.generation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_fast import clock
 from lmcache_fast.errors import ClosedError, InvalidInputError, LeaseExpiredError
+from lmcache_fast.interrupts import shielded
 from lmcache_fast.layout import KVLayout
+from lmcache_fast.observe import Counters
 from lmcache_fast.request import Request
 from lmcache_fast.transport.base import ChunkReader
 
 if TYPE_CHECKING:
     from lmcache_fast._native import ChunkedSide
-
-#: Seconds before the server's deadline at which a lease is given up: clocks and copies take time.
-MARGIN = 2.0
 
 
 class Lease:
@@ -38,8 +37,10 @@ class Lease:
         num_chunks: int,
         layout: KVLayout,
         chunk_size: int,
+        counters: Counters,
     ) -> None:
         self._request = request
+        self._counters = counters
         self._reader = reader
         self._num_chunks = num_chunks
         self._layout = layout
@@ -56,6 +57,11 @@ class Lease:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # Never entered, or interrupted on the way out.
+        if not getattr(self, "_closed", True):
+            self.close()
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -83,7 +89,7 @@ class Lease:
     @property
     def seconds_left(self) -> float:
         """Seconds until the lease must not be used any more."""
-        return self._request.deadline - MARGIN - time.monotonic()
+        return self._request.deadline - clock.now()
 
     @property
     def side(self) -> ChunkedSide | None:
@@ -94,8 +100,9 @@ class Lease:
         """Make sure that the chunks' bytes can still be trusted.
 
         Raises:
-            ClosedError: the lease was closed.
+            ClosedError: the lease was closed, or its client.
             LeaseExpiredError: the server's read lock may have run out.
+            ServerGoneError: the server went away; the next one may use the same memory.
         """
         if self._closed:
             raise ClosedError(f"{where}: the lease is over; use it inside its 'with' block")
@@ -104,6 +111,8 @@ class Lease:
                 f"{where}: the server's read lock may have run out {-self.seconds_left:.1f} s ago; "
                 "start it with a longer read TTL or read faster"
             )
+        if self._reader is not None and self._reader.side is not None:
+            self._request.check(where)
 
     def reader(self, where: str) -> ChunkReader:
         """The chunks as the transport reads them, if the lease still stands."""
@@ -121,17 +130,23 @@ class Lease:
         if self._reader is None:
             self.check("Lease.copy_to")
             return
-        self.reader("Lease.copy_to").copy_to(out)
-        self.check("Lease.copy_to")
+        self._copy("Lease.copy_to", out)
 
     def close(self) -> None:
         """Give the locks back; again: nothing."""
-        self._closed = True
-        self._reader = None
-        self._request.close()
+        with shielded():
+            self._closed = True
+            self._reader = None
+            self._request.close()
 
     def _chunk(self, index: int) -> torch.Tensor:
         return self.reader("ChunkView").chunk(index)
+
+    def _copy(self, where: str, out: torch.Tensor, first_chunk: int = 0) -> None:
+        with self._counters.timed("seconds_copying"):
+            self.reader(where).copy_to(out, first_chunk)
+        # Bytes may have been recycled under the copy: then it is not given away.
+        self.check(where)
 
 
 class ChunkView:
@@ -155,7 +170,8 @@ class ChunkView:
         """The chunk itself as a read-only array, not copied.
 
         Elements that numpy has no type for (bfloat16, 8-bit floats) come as unsigned integers of
-        their size. The array must not be used after the lease: its bytes are then someone else's.
+        their size. The array must not be used after the lease: its bytes are then someone else's,
+        and if the server's pool were replaced by a shorter one, reading it would end the process.
 
         Raises:
             ClosedError, LeaseExpiredError: the lease is over.
@@ -176,6 +192,6 @@ class ChunkView:
         Raises:
             ClosedError, LeaseExpiredError: the lease is over.
         """
-        copy = self._lease._chunk(self.index).clone()
-        self._lease.check("ChunkView.tensor")
+        copy = torch.empty(self.shape, dtype=self.dtype)
+        self._lease._copy("ChunkView.tensor", copy, self.index)
         return copy

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import secrets
-import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_fast import clock
+from lmcache_fast.observe import Counters
 from lmcache_fast.protocol.connection import Connection
-from lmcache_fast.protocol.messages import Key, ReadGrant
+from lmcache_fast.protocol.messages import Key
 from lmcache_fast.protocol.tokens import PackedTokens
-from lmcache_fast.transport.base import ChunkWriter, Transport
+from lmcache_fast.transport.base import ChunkReader, ChunkWriter, Transport
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection as it is between two openings: what belongs together and changes together.
+
+    Args:
+        connection: where to send.
+        generation: which of its openings this is.
+        transport: how chunks travel.
+        chunk_size: tokens a chunk.
+        read_ttl: seconds that the server keeps a lookup's locks.
+        counters: where to count what is done.
+    """
+
+    connection: Connection
+    generation: int
+    transport: Transport
+    chunk_size: int
+    read_ttl: float
+    counters: Counters
+
+    def whole_chunks(self, tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """The tokens up to the last whole chunk's end."""
+        return tokens[: len(tokens) // self.chunk_size * self.chunk_size]
 
 
 class Request:
@@ -29,8 +56,7 @@ class Request:
     belongs to no chunk, and makes the key this request's own.
 
     Args:
-        connection: where to send.
-        transport: how chunks travel.
+        link: where to send, and how chunks travel.
         model_name: the model as its engine registered it.
         tokens: the whole chunks' token ids.
         cache_salt: keeps users apart; "" for none.
@@ -39,15 +65,14 @@ class Request:
 
     def __init__(
         self,
-        connection: Connection,
-        transport: Transport,
+        link: Link,
         model_name: str,
         tokens: npt.NDArray[np.uint32],
         cache_salt: str,
         request_configs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._connection = connection
-        self._transport = transport
+        self._link = link
+        self._connection = link.connection
         self._model_name = model_name
         self._num_tokens = len(tokens)
         nonce = np.array([secrets.randbits(32)], np.uint32)
@@ -55,11 +80,11 @@ class Request:
         self._cache_salt = cache_salt
         self._request_configs = dict(request_configs) if request_configs is not None else None
         self._request_id = f"lmcache_fast-{uuid.uuid4().hex}"
-        self._chunk_size = connection.info.chunk_size
+        self._chunk_size = link.chunk_size
         self._looked_up: Key | None = None
         self._reading: Key | None = None
         self._used = False
-        #: When the locks of the hit run out, in ``time.monotonic()`` seconds.
+        #: Until when the hit may be read, by :func:`lmcache_fast.clock.now`.
         self.deadline = float("inf")
 
     def __enter__(self) -> Request:
@@ -75,28 +100,64 @@ class Request:
 
     def lookup(self) -> int:
         """Ask how many leading chunks are cached; they are read-locked until given back."""
-        self.deadline = time.monotonic() + self._connection.info.read_ttl
-        self._used = True
-        num_chunks = self._connection.lookup(self._key(self._num_tokens, worker_id=None))
+        self._begin()
+        self.deadline = clock.deadline(self._link.read_ttl)
+        with self._link.counters.timed("seconds_waiting"):
+            num_chunks = self._connection.lookup(self._key(self._num_tokens, worker_id=None))
         if num_chunks:
             self._looked_up = self._key(num_chunks * self._chunk_size, worker_id=None)
         return num_chunks
 
-    def open_read(self, num_chunks: int) -> ReadGrant:
-        """Turn the lookup's locks on its ``num_chunks`` chunks into access to their bytes."""
+    def open_read(self, num_chunks: int) -> ChunkReader | None:
+        """Turn the lookup's locks on its ``num_chunks`` chunks into access to their bytes.
+
+        Returns None where one of the chunks is gone.
+        """
         key = self._key(num_chunks * self._chunk_size)
-        grant = self._connection.prepare_retrieve(key)
+        with self._link.counters.timed("seconds_waiting"):
+            grant = self._connection.prepare_retrieve(key)
         # From here on the transfer owns the locks: a refused one has dropped them itself.
         self._looked_up = None
-        if grant.success:
-            self._reading = key
-        return grant
+        if not grant.success:
+            return None
+        self._reading = key
+        return self._link.transport.reader(grant, num_chunks)
 
-    def open_write(self) -> ChunkWriter | None:
-        """Open the request's chunks that can be stored; None when the server reserves none."""
-        self._used = True
-        key = self._key(self._num_tokens)
-        return self._transport.writer(self._connection, key, self._num_tokens // self._chunk_size)
+    def write(self, fill: Callable[[ChunkWriter], None]) -> tuple[bool, bool]:
+        """Store the request's chunks, as far as the server has room and lacks them.
+
+        Args:
+            fill: puts the bytes into the chunks that it is given.
+
+        Returns:
+            Whether something was stored, and whether that was every chunk.
+        """
+        self._begin()
+        num_chunks = self._num_tokens // self._chunk_size
+        counters = self._link.counters
+        with counters.timed("seconds_waiting"):
+            key = self._key(self._num_tokens)
+            writer = self._link.transport.writer(self._connection, key, num_chunks)
+        if writer is None:
+            return False, False
+        try:
+            with counters.timed("seconds_copying"):
+                fill(writer)
+            with counters.timed("seconds_waiting"):
+                stored = writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
+        return stored, len(writer.chunk_indices) == num_chunks
+
+    def check(self, where: str) -> None:
+        """Make sure that what is locked is locked still, as far as the connection can tell.
+
+        Raises:
+            ServerGoneError: the server went away.
+            ClosedError: the client was closed, or belongs to the process we were forked from.
+        """
+        self._connection.check_current(where, self._link.generation)
 
     def close(self) -> None:
         """Give back what is held and end the session; again: nothing."""
@@ -109,6 +170,11 @@ class Request:
             self._connection.release_read(reading)
         if used:
             self._connection.end_session(self._request_id)
+
+    def _begin(self) -> None:
+        if not self._used:
+            self._connection.begin(self._request_id, self._link.generation)
+            self._used = True
 
     def _key(self, end: int, worker_id: int | None = 0) -> Key:
         return Key(

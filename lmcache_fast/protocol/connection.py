@@ -11,12 +11,15 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
+from lmcache_fast import clock
 from lmcache_fast.arguments import check_model_name, check_timeout
 from lmcache_fast.errors import (
     ClosedError,
     LMCacheFastError,
+    ProtocolError,
     ServerGoneError,
     ServerTimeoutError,
     UnknownModelError,
@@ -32,7 +35,7 @@ from lmcache_fast.protocol.server_info import (
     read_models,
     read_server_info,
 )
-from lmcache_fast.protocol.session import WAIT_STEP, Session
+from lmcache_fast.protocol.session import WAIT_STEP, Session, is_late
 from lmcache_fast.protocol.silence import Listener, UnknownInstanceError
 
 logger = logging.getLogger(__name__)
@@ -87,10 +90,12 @@ class Connection:
         self._sessions: dict[str, Session] = {}
         self._endings: set[Future[None]] = set()
         self._reservations: set[tuple[str, int, int]] = set()
+        self._kept: dict[_Range, StoreReservation] = {}
+        self._last_sign_of_life = clock.now()
         self.info, models = self._ask()
         self.layout = layout or _find_layout(model_name, models)
         self.num_kv_readers = models.get(model_name, RegisteredModel(None)).num_kv_readers
-        self._listener, self.pool = self._dial()
+        self._listener, self.pool = self._dial(self.info)
         threading.Thread(
             target=_beat,
             args=(weakref.ref(self), self._closed),
@@ -100,33 +105,66 @@ class Connection:
 
     # Opening and closing
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether we are a fork of the process that connected."""
+        return self._pid != os.getpid()
+
     def ensure_open(self) -> None:
         """Open the connection anew if the server has gone away since.
 
         Raises:
             ClosedError: :meth:`close` was called, or we are a fork of the process that connected.
             ConnectError: the server is not back, or not one we can talk to.
+            ServerTimeoutError: another thread is still trying.
         """
         self._check_open()
-        if self._listener.channel.is_open:
-            return
-        with self._opening:
+        if not self._listener.channel.is_open:
+            self._reopen()
+        elif clock.now() - self._last_sign_of_life > 3 * HEARTBEAT:
+            # We were stopped or asleep. A server that forgot us would call everything a miss.
+            try:
+                self.register()
+            except ServerGoneError:
+                self._reopen()
+
+    def _reopen(self) -> None:
+        # Many threads may queue here, each for an attempt of its own: not one behind all others.
+        if not self._opening.acquire(timeout=self.timeout):
+            raise ServerTimeoutError(
+                f"no connection to {self.url} within {self.timeout:g} s: another thread is still "
+                "trying"
+            )
+        try:
             self._check_open()
             if self._listener.channel.is_open:
                 return
             info, models = self._ask()
-            self.info = info
-            listener, pool = self._dial()
+            listener, pool = self._dial(info)
             with self._state:
                 if not self._closed.is_set():
                     readers = models.get(self.model_name)
                     self.num_kv_readers = readers.num_kv_readers if readers else 1
-                    self._listener, self.pool = listener, pool
+                    self.info, self._listener, self.pool = info, listener, pool
                     self._reservations.clear()
+                    self._kept.clear()
                     self.generation += 1
                     return
+        finally:
+            self._opening.release()
         listener.channel.close()
         self._check_open()
+
+    def check_current(self, where: str, generation: int) -> None:
+        """Make sure that the server is still the one of that opening, and still there.
+
+        Raises:
+            ClosedError: the connection was closed, or belongs to the process we were forked from.
+            ServerGoneError: the server went away since.
+        """
+        self._check_open()
+        if generation != self.generation or not self._listener.channel.is_open:
+            raise ServerGoneError(f"{where}: the server at {self.url} went away meanwhile")
 
     def close(self) -> None:
         """Unregister if the server answers, and close; takes less than 2 s. Again: nothing.
@@ -134,6 +172,8 @@ class Connection:
         With a store begun and not committed the registration is left to run out: taking it back
         would make the server publish chunks that nobody has finished writing.
         """
+        if self.is_foreign:  # a fork: the locks may be held by threads that are not here
+            return
         with self._state:
             if self._closed.is_set():
                 return
@@ -148,8 +188,12 @@ class Connection:
                     listener.submit(Operation.UNREGISTER, payloads).result(_CLOSE_STEP)
         listener.channel.close()
 
+    def _note_life(self, reply: Reply) -> None:
+        if reply.exception() is None:
+            self._last_sign_of_life = clock.now()
+
     def _check_open(self) -> None:
-        if self._pid != os.getpid():
+        if self.is_foreign:
             raise ClosedError(f"the connection to {self.url} belongs to the parent process")
         if self._closed.is_set():
             raise ClosedError(f"the connection to {self.url} was closed")
@@ -158,7 +202,7 @@ class Connection:
         info = read_server_info(self.http_url, self.timeout)
         return info, read_models(self.http_url, self.timeout)
 
-    def _dial(self) -> tuple[Listener, PoolInfo]:
+    def _dial(self, info: ServerInfo) -> tuple[Listener, PoolInfo]:
         """Open a channel and register; nothing is sent before the release is known."""
         layout = self.layout
         registration = Registration(
@@ -174,7 +218,9 @@ class Connection:
         channel = ZmqChannel(self.url, self.timeout)
         listener = Listener(channel, self.info, self.http_url, registration, self.timeout)
         try:
-            return listener, _register(listener)
+            pool = _register(listener)
+            self._last_sign_of_life = clock.now()
+            return listener, pool
         except BaseException:
             channel.close()
             raise
@@ -183,8 +229,12 @@ class Connection:
 
     def register(self) -> PoolInfo:
         """Tell the server that we live and what our chunks look like; as often as one likes."""
-        self.ensure_open()
-        return _register(self._listener)
+        self._check_open()
+        if not self._listener.channel.is_open:
+            self._reopen()
+        pool = _register(self._listener)
+        self._last_sign_of_life = clock.now()
+        return pool
 
     def unregister(self) -> None:
         """Take the registration back. Chunks reserved and not committed are published by it."""
@@ -199,6 +249,20 @@ class Connection:
         return messages.decode_bool("ping", frame)
 
     # Operations of a request
+
+    def begin(self, request_id: str, generation: int) -> None:
+        """Begin a request that belongs to one opening of the connection.
+
+        Without this, its first operation begins it with whichever is current then.
+
+        Raises:
+            ServerGoneError: the connection has been opened anew since.
+        """
+        self._check_open()
+        with self._state:
+            if generation != self.generation:
+                raise ServerGoneError(f"the server at {self.url} went away meanwhile")
+            self._sessions[request_id] = Session(self._listener, generation)
 
     def lookup(self, key: Key) -> int:
         """Ask how many leading chunks of the range are cached.
@@ -224,13 +288,19 @@ class Connection:
                 )
                 num_chunks = messages.decode_chunks(frame)
                 if num_chunks is not None:
+                    most = (key.end - key.start) // session.listener.info.chunk_size
+                    if num_chunks > most:
+                        raise ProtocolError(
+                            f"lookup: the server found {num_chunks} chunks; expected at most {most}"
+                        )
                     return num_chunks
             raise ServerTimeoutError(
                 f"lookup: the server at {self.url} was still fetching after {self.timeout:g} s; "
                 "it answers, so its storage is slow"
             )
-        except ServerTimeoutError:
-            session.unlock_later(key, reply)
+        except BaseException as error:
+            if is_late(error):
+                session.unlock_later(key, reply)
             raise
 
     def free_lookup_locks(self, key: Key) -> None:
@@ -241,6 +311,8 @@ class Connection:
 
     def end_session(self, request_id: str) -> None:
         """End the request once everything sent for it was answered. Does not wait."""
+        if self.is_foreign:
+            return
         with self._state:
             session = self._sessions.pop(request_id, None)
             if session is None:
@@ -260,8 +332,9 @@ class Connection:
         payloads = session.listener.info.dialect.transfer(key, self.instance_id)
         try:
             frame = _send_twice(session, Operation.PREPARE_RETRIEVE, payloads)
-        except ServerTimeoutError:
-            session.release_read_later(key, session.unanswered[-1])
+        except BaseException as error:
+            if is_late(error) and session.unanswered:
+                session.release_read_later(key, session.unanswered[-1])
             raise
         envelope = session.listener.info.dialect.inline_format == "envelope"
         return messages.decode_read_grant(frame, envelope, session.generation)
@@ -280,22 +353,59 @@ class Connection:
             session.release_read(key)
 
     def prepare_store(self, key: Key) -> StoreReservation:
-        """Reserve the chunks that are not cached yet, as far as the server has room."""
+        """Reserve the chunks that are not cached yet, as far as the server has room.
+
+        Chunks that an earlier attempt on the same range had reserved and did not commit are
+        reserved still: they are handed out again, under that attempt's key.
+        """
+        kept = self._take_kept(key)
+        if kept is not None:
+            return kept
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.prepare_store(key, self.instance_id)
+        deadline = clock.deadline(session.listener.info.write_ttl)
         place = (key.request_id, key.start, key.end)
         self._reservations.add(place)
+
+        def decode(frame: bytes | None) -> StoreReservation:
+            reservation = messages.decode_store_reservation(frame, session.generation)
+            return replace(reservation, key=key, deadline=deadline)
+
+        def keep(reply: Reply) -> None:
+            with contextlib.suppress(LMCacheFastError):
+                self.keep_reservation(decode(reply.result()))
+
         try:
             frame = _send_twice(session, Operation.PREPARE_STORE, payloads)
-            reservation = messages.decode_store_reservation(frame, session.generation)
-        except ServerTimeoutError:
-            raise  # the answer may still come: it counts as reserved
-        except LMCacheFastError:
-            self._reservations.discard(place)
+            reservation = decode(frame)
+        except BaseException as error:
+            if not is_late(error):
+                self._reservations.discard(place)
+            elif session.unanswered:
+                session.unanswered[-1].add_done_callback(keep)
             raise
         if not reservation.chunk_indices:
             self._reservations.discard(place)
         return reservation
+
+    def keep_reservation(self, reservation: StoreReservation) -> None:
+        """Keep what is reserved and will not be committed for the next store of the same range.
+
+        The protocol has no way to give it back, and committing it would publish chunks that nobody
+        has written. If nobody takes it the server frees it when its time is over.
+        """
+        key = reservation.key
+        if key is not None and reservation.chunk_indices:
+            with self._state:
+                if reservation.generation == self.generation:
+                    self._kept[_range(key)] = reservation
+
+    def _take_kept(self, key: Key) -> StoreReservation | None:
+        if not self._kept:
+            return None
+        with self._state:
+            self._kept = {k: r for k, r in self._kept.items() if r.deadline > clock.now()}
+            return self._kept.pop(_range(key), None)
 
     def commit_store(self, key: Key, data: bytes | bytearray | dict[str, Any] | None) -> bool:
         """Publish chunks: those reserved before, or the ones in ``data``.
@@ -303,12 +413,17 @@ class Connection:
         Returns:
             False where the server reserved, or stored, nothing.
         """
+        is_ours = key.request_id in self._sessions
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.commit_store(key, self.instance_id, data)
         place = (key.request_id, key.start, key.end)
-        reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
-        reply.add_done_callback(lambda _: self._reservations.discard(place))
-        frame = session.wait(Operation.COMMIT_STORE, reply)
+        try:
+            reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
+            reply.add_done_callback(lambda _: self._reservations.discard(place))
+            frame = session.wait(Operation.COMMIT_STORE, reply)
+        finally:
+            if not is_ours:  # an earlier request's reservation: that request is over
+                self.end_session(key.request_id)
         return messages.decode_bool("commit_store", frame)
 
     def _session(self, request_id: str) -> Session:
@@ -318,6 +433,14 @@ class Connection:
             if session is None:
                 session = self._sessions[request_id] = Session(self._listener, self.generation)
             return session
+
+
+#: What two stores have in common for one to go on with what the other has reserved.
+_Range = tuple[str, int, int, bytes]
+
+
+def _range(key: Key) -> _Range:
+    return (key.cache_salt, key.start, key.end, key.tokens.array[: key.end].tobytes())
 
 
 def _find_layout(model_name: str, models: dict[str, RegisteredModel]) -> KVLayout:
@@ -356,5 +479,7 @@ def _beat(connection: weakref.ref[Connection], closed: threading.Event) -> None:
         listener = alive._listener
         with contextlib.suppress(ServerGoneError, ClosedError):
             payloads = listener.info.dialect.register(listener.registration)
-            listener.submit(Operation.REGISTER, payloads)
+            reply = listener.submit(Operation.REGISTER, payloads)
+            reply.add_done_callback(alive._note_life)
+            del reply
         del alive, listener

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,6 +17,8 @@ from lmcache_fast.protocol.operations import FIRST_NUMBERS, NUMBERS, Operation
 _encode = msgspec.msgpack.Encoder().encode
 _NIL = _encode(None)
 _EMPTY_ARRAY = _encode([])
+_ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _EMPTY_MAP = 0x80  # msgpack: a map of up to 15 entries is this plus their number
 
 
@@ -142,13 +144,13 @@ class Dialect:
 class Settings(msgspec.Struct, frozen=True):
     """What a client needs to know out of a server's configuration; times in seconds."""
 
-    chunk_size: int
+    chunk_size: _ChunkSize
     transfer_mode: str
     transport: str
     shm_name: str = ""
     cpu_workers: int | None = None
-    read_ttl: float = 300.0
-    write_ttl: float = 600.0
+    read_ttl: _Seconds = 300.0
+    write_ttl: _Seconds = 600.0
 
 
 def _binary(data: bytes | bytearray) -> bytes:

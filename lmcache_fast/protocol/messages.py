@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -82,11 +83,15 @@ class StoreReservation:
 
     ``slots`` is empty where chunks travel inside the messages. ``generation`` tells which opening
     of the connection the slots belong to: after a restart of the server its pool is another one.
+    ``key`` is what they were reserved, and have to be committed, with; ``deadline`` until when they
+    may be written, by :func:`lmcache_fast.clock.now`.
     """
 
     slots: list[Slot]
     chunk_indices: list[Count]
     generation: int = 0
+    key: Key | None = None
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def decode_store_reservation(frame: bytes | None, generation: int = 0) -> StoreR
     context = _decode(_STORE, "prepare_store", frame).context
     indices = context.chunk_indices
     if any(a >= b for a, b in itertools.pairwise(indices)):
-        raise ProtocolError(f"prepare_store: chunk_indices {indices} are not ascending")
+        raise ProtocolError(f"prepare_store: chunk_indices {indices[:8]}... are not ascending")
     if context.slots and len(context.slots) != len(indices):
         raise ProtocolError(
             f"prepare_store: {len(context.slots)} slots for {len(indices)} chunk_indices"

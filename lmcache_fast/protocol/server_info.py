@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,11 @@ from lmcache_fast.errors import (
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.dialect import Dialect, dialect_for
 
-#: Environment variable with the key that servers from 0.5.7 on may ask for.
-API_KEY_VARIABLE = "LMCACHE_HTTP_API_KEY"
+#: Environment variable with the key that servers from 0.5.7 on may ask for. It is part of no
+#: message, error or representation.
+API_KEY_VARIABLE = "LMCACHE_FAST_HTTP_API_KEY"
+
+_MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ def read_server_info(http_url: str, timeout: float) -> ServerInfo:
     with _client(http_url, timeout) as client:
         version = _get(client, "/version")
         if not isinstance(version, str):
-            raise ProtocolError(f"{http_url}/version: got {version!r}; expected a string")
+            raise ProtocolError(
+                f"{http_url}/version: got {type(version).__name__}; expected a string"
+            )
         dialect = dialect_for(version)
         settings = dialect.settings(_get_map(client, "/config"))
     if settings.chunk_size < 1:
@@ -149,7 +156,12 @@ def is_registered(http_url: str, instance_id: int, timeout: float) -> bool | Non
 
 
 def _client(http_url: str, timeout: float) -> httpx.Client:
-    key = os.environ.get(API_KEY_VARIABLE)
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise InvalidInputError(
+            f"{API_KEY_VARIABLE} has characters that no HTTP header can carry; expected printable "
+            "ASCII"
+        )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # Proxies of the environment are for the internet, not for a cache server next door.
@@ -161,32 +173,47 @@ def _client(http_url: str, timeout: float) -> httpx.Client:
 def _get(client: httpx.Client, path: str) -> Any:
     url = f"{str(client.base_url).rstrip('/')}{path}"
     try:
-        response = client.get(path)
+        # As a stream: an answer may neither trickle in for ever nor fill the memory.
+        with client.stream("GET", path) as response:
+            status = response.status_code
+            for piece in response.iter_bytes():
+                body += piece
+                if time.monotonic() > deadline:
+                    raise ServerTimeoutError(late)
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise ProtocolError(
+                        f"GET {url}: the answer has more than {_MAX_ANSWER_BYTES >> 20} MiB"
+                    )
     except httpx.TimeoutException as error:
-        seconds = client.timeout.read
-        raise ServerTimeoutError(f"GET {url}: no answer within {seconds:g} s") from error
+        raise ServerTimeoutError(late) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConnectError(f"GET {url}: {error or type(error).__name__}") from error
-    if response.status_code in (401, 403):
+    if status in (401, 403):
+        wrong = "refuses the API key in" if os.environ.get(API_KEY_VARIABLE) else "asks for one in"
+    seconds = float(client.timeout.read or 0)
+    late = f"GET {url}: no answer within {seconds:g} s"
+    deadline = time.monotonic() + seconds
+    body = bytearray()
         raise ConnectError(
-            f"GET {url}: the server asks for an API key; set {API_KEY_VARIABLE} to it"
-        )
-    if response.status_code != httpx.codes.OK:
-        raise ConnectError(
-            f"GET {url}: HTTP status {response.status_code}; expected an LMCache server's answer"
+            f"GET {url}: HTTP status {status}: the server {wrong} {API_KEY_VARIABLE}; set it to "
+            "the key that the server was started with"
         )
     try:
-        return response.json()
-    except ValueError as error:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"GET {url}: the answer is no JSON: {error}") from error
 
 
 def _get_map(client: httpx.Client, path: str) -> dict[str, Any]:
     value = _get(client, path)
     if not isinstance(value, dict):
-        raise ProtocolError(f"GET {client.base_url}{path}: got {value!r}; expected an object")
+        raise ProtocolError(
+            f"GET {client.base_url}{path}: got {type(value).__name__}; expected an object"
+        )
     return value
 
+    if status != httpx.codes.OK:
+        raise ConnectError(f"GET {url}: HTTP status {status}; expected an LMCache server's answer")
 
 def _entries(status: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
     """The entries of one section of ``/status`` that name a model."""
@@ -208,7 +235,7 @@ def _read_model(entry: Mapping[str, Any]) -> RegisteredModel:
             raise ValueError(
                 f"its engine runs on {world_size} ranks, each of which stores its own part"
             )
-    except (ValueError, KeyError, TypeError, InvalidInputError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, InvalidInputError) as error:
         why = f"/status has no {error}" if isinstance(error, KeyError) else str(error)
         return RegisteredModel(None, f"{why}; pass layout=...", world_size, readers)
     return RegisteredModel(layout, "", world_size, readers)

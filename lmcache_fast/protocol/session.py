@@ -20,6 +20,11 @@ WAIT_STEP = 2.0
 _LATE_WAITS = 300
 
 
+def is_late(error: BaseException) -> bool:
+    """Whether the answer that ``error`` kept us from waiting for may still come."""
+    return isinstance(error, ServerTimeoutError) or not isinstance(error, LMCacheFastError)
+
+
 @dataclass
 class Session:
     """One request's state: all its operations go to the server that saw the first of them.
@@ -46,11 +51,12 @@ class Session:
     def wait(
         self, operation: Operation, reply: Reply, timeout: float | None = None
     ) -> bytes | None:
-        """Wait for a reply; one that times out must still come before the session may end."""
+        """Wait for a reply; one that comes later must still come before the session may end."""
         try:
             return self.listener.wait(operation, reply, timeout)
-        except ServerTimeoutError:
-            self.unanswered.append(reply)
+        except BaseException as error:
+            if is_late(error):
+                self.unanswered.append(reply)
             raise
 
     def post(self, operation: Operation, payloads: list[bytes]) -> None:
@@ -101,7 +107,7 @@ class Session:
                     return
             if num_chunks:
                 hit = key.start + num_chunks * self.listener.info.chunk_size
-                self.unlock(replace(key, end=hit))
+                self.unlock(replace(key, end=min(hit, key.end)))
             released.set_result(None)
 
         reply.add_done_callback(step)

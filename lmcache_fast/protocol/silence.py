@@ -7,6 +7,8 @@ if that is answered first, the request was dropped.
 - Registrations are handled by the server's main loop, in order.
 - Lookups, unlocks and pings share a pool of threads: in order only if it has one thread.
 - Transfers are handled in order for each client.
+
+None of this is needed where the channel brings the server's refusals, as gRPC does.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ from lmcache_fast.protocol.tokens import PackedTokens
 PATIENCE = 0.5
 _STATUS_TIMEOUT = 2.0
 
+_UNKNOWN = (
+    "cause: it did not know instance {} (a restart, or no sign of life for too long), which is "
+    "registered again now"
+)
 _MAIN_LOOP = frozenset((Operation.REGISTER, Operation.UNREGISTER, Operation.GET_CHUNK_SIZE))
 _TRANSFERS = frozenset(
     (
@@ -87,8 +93,9 @@ class Listener:
         """
         timeout = self.timeout if timeout is None else timeout
         try:
-            return reply.result(min(PATIENCE, timeout))
-        except concurrent.futures.TimeoutError:
+        _wait_for(time.monotonic() + min(PATIENCE, timeout), reply)
+            if reply.done():
+                return reply.result()
             deadline = time.monotonic() + timeout - min(PATIENCE, timeout)
         return self._diagnose(operation, reply, timeout, deadline)
 
@@ -152,13 +159,11 @@ class Listener:
             )
         if operation in _TRANSFERS and registered is False:
             return UnknownInstanceError(
-                f"{what}; cause: it did not know instance {self.registration.instance_id} (a "
-                "restart, or no sign of life for too long), which is registered again now"
+                f"{what}; {_UNKNOWN.format(self.registration.instance_id)}"
             )
         return RequestDroppedError(f"{what}; likely cause: {refusal}; its log tells")
 
-    @staticmethod
-    def _describe(signs: list[Reply]) -> str:
+    def _describe(self, signs: list[Reply]) -> str:
         if not signs[0].done() or signs[0].exception() is not None:
             return "a ping was not answered either: the server hangs or has too much to do"
         if len(signs) > 1 and not signs[-1].done():
@@ -169,4 +174,5 @@ class Listener:
 def _wait_for(deadline: float, *replies: Reply) -> None:
     """Wait until one of ``replies`` is done or the deadline has passed."""
     seconds = max(0.0, deadline - time.monotonic())
-    concurrent.futures.wait(replies, seconds, return_when=FIRST_COMPLETED)
+    with interruptible():
+        concurrent.futures.wait(replies, seconds, return_when=FIRST_COMPLETED)

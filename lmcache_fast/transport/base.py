@@ -8,14 +8,15 @@ are (slots of the server's shared pool, tensors of a message) is the transport's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from lmcache_fast._native import ChunkedSide
+    from lmcache_fast._native import ChunkedSide, Rotation
     from lmcache_fast.protocol.connection import Connection
     from lmcache_fast.protocol.messages import Key, ReadGrant
+    from lmcache_fast.runs import Runs
 
 
 class ChunkReader(Protocol):
@@ -28,8 +29,14 @@ class ChunkReader(Protocol):
     def chunk(self, index: int) -> torch.Tensor:
         """Chunk ``index`` as ``[planes, L, chunk, D]`` without a copy; not to be written to."""
 
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Copy all chunks into ``out``, ``[planes, L, T, D]`` with contiguous token rows."""
+    def copy_to(self, out: torch.Tensor, first_chunk: int = 0) -> None:
+        """Copy the chunks from ``first_chunk`` on into ``out``, as many as it has room for.
+
+        ``out`` is ``[planes, L, T, D]`` with contiguous token rows.
+        """
+
+    def edit_to(self, writer: Any, runs: Runs, rotation: Rotation | None) -> None:
+        """Copy ``runs`` to the chunks of ``writer``; only where there is a ``side``."""
 
 
 class ChunkWriter(Protocol):
@@ -48,6 +55,9 @@ class ChunkWriter(Protocol):
 
     def commit(self) -> bool:
         """Make what was written readable; True if something new is stored."""
+
+    def abandon(self) -> None:
+        """Say that what was written, if anything, will not be committed."""
 
 
 class Transport(Protocol):

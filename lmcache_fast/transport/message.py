@@ -100,11 +100,17 @@ class MessageReader:
         """Chunk ``index`` within the message."""
         return self._chunks[index]
 
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Copy all chunks into ``out``."""
+    def edit_to(self, writer: object, runs: object, rotation: object) -> None:
+        """Not here: there are no slots."""
+        raise NotImplementedError("MessageReader.edit_to: chunks of messages are in no slots")
+
+    def copy_to(self, out: torch.Tensor, first_chunk: int = 0) -> None:
+        """Copy the chunks from ``first_chunk`` on into ``out``, as many as it has room for."""
         start = 0
-        for chunk in self._chunks:
+        for chunk in self._chunks[first_chunk:]:
             end = start + chunk.shape[2]
+            if end > out.shape[2]:
+                break
             # As bytes: the message's chunks need not be aligned.
             out[:, :, start:end].view(torch.uint8).copy_(chunk.view(torch.uint8))
             start = end
@@ -154,6 +160,10 @@ class MessageWriter:
         # A server says yes as well when it had no room for some of the chunks.
         hit = _lookup(self._connection, self._key, self._transport.chunk_size)
         return hit > self.chunk_indices[-1]
+
+    def abandon(self) -> None:
+        """Drop the messages; nothing is reserved."""
+        self._messages = []
 
 
 def _lookup(connection: Connection, key: Key, chunk_size: int) -> int:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_fast import clock
 from lmcache_fast import runs as run_plans
 from lmcache_fast._extension import native
-from lmcache_fast.errors import ProtocolError, SharedMemoryError
+from lmcache_fast.errors import (
+    ClosedError,
+    LeaseExpiredError,
+    ProtocolError,
+    SharedMemoryError,
+)
 from lmcache_fast.layout import KVLayout
-from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Slot
+from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Slot, StoreReservation
 
 if TYPE_CHECKING:
-    from lmcache_fast._native import ChunkedSide, SharedRegion
+    from lmcache_fast._native import ChunkedSide, Rotation, SharedRegion
     from lmcache_fast.protocol.connection import Connection
 
 
@@ -40,7 +47,7 @@ class ShmTransport:
         self._native = native
         try:
             self._region: SharedRegion = native.SharedRegion(pool.shm_name, pool.pool_size)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise SharedMemoryError(f"cannot map {pool.shm_name!r}: {error}") from error
         self._layout = layout
         self._chunk_size = chunk_size
@@ -62,17 +69,18 @@ class ShmTransport:
         if not indices:
             return None
         # An error below leaves the reservation to its TTL: the protocol has no way to give one
-        # back, and committing it would publish chunks that nobody has written.
+        # back, committing it would publish chunks that nobody has written, and who sends such a
+        # reply is not asked again.
         if len(reservation.slots) != len(indices) or indices[-1] >= num_chunks:
             raise ProtocolError(
                 f"prepare_store: {len(reservation.slots)} slots for the chunks {indices}; expected "
                 f"one each, for chunks below {num_chunks}"
             )
         offsets = self._offsets("prepare_store", reservation.slots)
-        if len(np.unique(offsets)) != len(offsets):
-            raise ProtocolError("prepare_store: two chunks share a slot")
         self._region.populate(offsets, self._chunk_bytes)
-        return SlotWriter(self, connection, key, indices, offsets)
+        return SlotWriter(
+            self, connection, replace(reservation, key=reservation.key or key), offsets
+        )
 
     def close(self) -> None:
         """Unmap the pool once no view of it is left."""
@@ -80,7 +88,7 @@ class ShmTransport:
 
     def side(self, offsets: npt.NDArray[np.uint64]) -> ChunkedSide:
         """The slots at ``offsets`` (bytes) as one side of a copy."""
-        return self._native.ChunkedSide.from_region(
+        side: ChunkedSide = self._native.ChunkedSide.from_region(
             self._region,
             offsets,
             tokens_per_chunk=self._chunk_size,
@@ -88,11 +96,12 @@ class ShmTransport:
             layers=self._layout.num_layers,
             row_bytes=self._layout.row_bytes,
         )
+        return side
 
     def tensor_side(self, kv: torch.Tensor) -> ChunkedSide:
         """A tensor ``[planes, L, T, D]`` with contiguous token rows as one side of a copy."""
         itemsize = kv.element_size()
-        return self._native.ChunkedSide.from_addresses(
+        side: ChunkedSide = self._native.ChunkedSide.from_addresses(
             np.array([kv.data_ptr()], np.uint64),
             kv,
             tokens_per_chunk=kv.shape[2],
@@ -103,6 +112,7 @@ class ShmTransport:
             layer_stride=kv.stride(1) * itemsize,
             token_stride=kv.stride(2) * itemsize,
         )
+        return side
 
     def view(self, offset: int) -> torch.Tensor:
         """The slot at ``offset`` (bytes) as ``[planes, L, chunk, D]``, not copied."""
@@ -115,9 +125,40 @@ class ShmTransport:
         """Tokens a chunk."""
         return self._chunk_size
 
-    def copy(self, source: ChunkedSide, target: ChunkedSide, runs: run_plans.Runs) -> None:
-        """Copy ``runs`` of token rows from ``source`` to ``target``."""
-        self._native.copy_runs(source, target, runs)
+    def copy(
+        self,
+        source: ChunkedSide,
+        target: ChunkedSide,
+        runs: run_plans.Runs,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Copy ``runs`` of token rows from ``source`` to ``target``.
+
+        Raises:
+            SharedMemoryError: the pool was made shorter, or /dev/shm is full.
+        """
+        self.check()
+        try:
+            self._native.copy_runs(source, target, runs, rotation)
+        except OSError as error:
+            raise SharedMemoryError(f"the pool {self._region.name!r}: {error}") from error
+
+    def check(self) -> None:
+        """Make sure that the pool is all there.
+
+        Raises:
+            SharedMemoryError: somebody made it shorter.
+            ClosedError: the transport was closed.
+        """
+        try:
+            intact = self._region.is_intact
+        except ValueError as error:
+            raise ClosedError("the client was closed") from error
+        if not intact:
+            raise SharedMemoryError(
+                f"the pool {self._region.name!r} is shorter than the {self._region.size} bytes "
+                "that the server has promised: was it replaced?"
+            )
 
     def _offsets(self, where: str, slots: Sequence[Slot]) -> npt.NDArray[np.uint64]:
         shape = self._layout.object_shape(self._chunk_size)
@@ -136,9 +177,12 @@ class ShmTransport:
                 self._region.check_slot(
                     slot.offset, slot.length, alignment=self._layout.dtype.itemsize
                 )
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise ProtocolError(f"{where}: {error}") from error
-        return np.array([slot.offset for slot in slots], np.uint64)
+        offsets = np.array([slot.offset for slot in slots], np.uint64)
+        if (np.diff(np.sort(offsets)) < self._chunk_bytes).any():
+            raise ProtocolError(f"{where}: two of the slots overlap")
+        return offsets
 
 
 class SlotReader:
@@ -151,13 +195,20 @@ class SlotReader:
 
     def chunk(self, index: int) -> torch.Tensor:
         """The slot itself as a tensor; not to be written to."""
+        self._transport.check()
         return self._transport.view(int(self._offsets[index]))
 
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Copy all chunks into ``out``."""
-        num_tokens = len(self._offsets) * self._transport.chunk_size
-        target = self._transport.tensor_side(out)
-        self._transport.copy(self.side, target, run_plans.whole(num_tokens))
+    def copy_to(self, out: torch.Tensor, first_chunk: int = 0) -> None:
+        """Copy the chunks from ``first_chunk`` on into ``out``, as many as it has room for."""
+        start = first_chunk * self._transport.chunk_size
+        count = min(self.side.num_tokens - start, out.shape[2])
+        runs = run_plans.whole(count) + np.array([start, 0, 0])
+        self._transport.copy(self.side, self._transport.tensor_side(out), runs)
+
+    def edit_to(self, writer: SlotWriter, runs: run_plans.Runs, rotation: Rotation | None) -> None:
+        """Copy ``runs`` from these slots to those of ``writer``, rotating the keys."""
+        writer.check()
+        self._transport.copy(self.side, writer.side, runs, rotation)
 
 
 class SlotWriter:
@@ -167,14 +218,13 @@ class SlotWriter:
         self,
         transport: ShmTransport,
         connection: Connection,
-        key: Key,
-        chunk_indices: Sequence[int],
+        reservation: StoreReservation,
         offsets: npt.NDArray[np.uint64],
     ) -> None:
         self._transport = transport
         self._connection = connection
-        self._key = key
-        self.chunk_indices = chunk_indices
+        self._reservation = reservation
+        self.chunk_indices: Sequence[int] = reservation.chunk_indices
         self.side = transport.side(offsets)
 
     def copy_from(self, kv: torch.Tensor) -> None:
@@ -182,8 +232,29 @@ class SlotWriter:
         chunk = self._transport.chunk_size
         plan = run_plans.whole(kv.shape[2])
         runs, _ = run_plans.for_chunks(plan, self.chunk_indices, chunk)
-        self._transport.copy(self._transport.tensor_side(kv), self.side, runs)
+        source = self._transport.tensor_side(kv)
+        self.check()
+        self._transport.copy(source, self.side, runs)
+
+    def check(self) -> None:
+        """Make sure that the slots are still reserved for us.
+
+        Raises:
+            LeaseExpiredError: they may be someone else's by now: nothing may be written there.
+        """
+        late = clock.now() - self._reservation.deadline
+        if late >= 0:
+            raise LeaseExpiredError(
+                f"store: the server's reservation may have run out {late:.1f} s ago; nothing was "
+                "stored. Start it with a longer write TTL, or store less at once"
+            )
 
     def commit(self) -> bool:
         """Tell the server that the slots are written."""
-        return self._connection.commit_store(self._key, None)
+        self.check()
+        assert self._reservation.key is not None
+        return self._connection.commit_store(self._reservation.key, None)
+
+    def abandon(self) -> None:
+        """Keep the slots for whoever stores the same next."""
+        self._connection.keep_reservation(self._reservation)

@@ -249,7 +249,8 @@ def test_a_pool_that_is_full_of_chunks_in_use_is_an_error_that_says_how_much_is_
         with client.lease([1] * (2 * CHUNK)):
             tokens = [2] * (4 * CHUNK)
             if transport == "pickle":  # there a lease is a copy: hold the locks by hand
-                request = client._request(np.full(2 * CHUNK, 1, np.uint32), "")
+                link, tokens_1 = client._links.current, np.full(2 * CHUNK, 1, np.uint32)
+                request = client._request(link, tokens_1, "")
                 assert request.lookup() == 2
             with pytest.raises(StoreIncompleteError, match="of 64 tokens") as caught:
                 client.store(random_kv(4 * CHUNK), tokens)
