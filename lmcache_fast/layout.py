@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -161,6 +161,17 @@ class KVLayout:
         """Shape of one stored chunk: ``[2, L, chunk, D]``, or ``[L, chunk, W]`` for one plane."""
         shape = (self.num_layers, chunk_size, self.object_width)
         return (2, *shape) if self.object_planes == 2 else shape
+
+    def is_object_shape(self, shape: Sequence[int], chunk_size: int) -> bool:
+        """Whether ``shape`` is that of one stored chunk.
+
+        One plane is ``[L, chunk, W]`` where a client stored it, and ``[1, L, chunk, W]`` where the
+        server itself copied it from its engine's device; the bytes are the same.
+        """
+        expected = self.object_shape(chunk_size)
+        if self.object_planes == 1 and len(shape) == 4:
+            expected = (1, *expected)
+        return tuple(shape) == expected
 
     def by_head(self, stored: torch.Tensor) -> torch.Tensor:
         """View a stored chunk as ``[planes, L, chunk, heads, head_dim]``."""

@@ -91,7 +91,7 @@ def decode_chunks(
     for index, item in enumerate(value):
         if not isinstance(item, _Tensor):
             raise PayloadError(f"pickle: item {index} is {type(item).__name__}; expected a tensor")
-        if item.dtype != layout.dtype or item.shape != shape:
+        if item.dtype != layout.dtype or not layout.is_object_shape(item.shape, chunk_size):
             raise PayloadError(
                 f"pickle: chunk {index} is {item.dtype} {list(item.shape)}; expected "
                 f"{layout.dtype} {list(shape)}"
@@ -101,7 +101,7 @@ def decode_chunks(
                 f"pickle: chunk {index} has {len(item.data)} bytes; expected "
                 f"{layout.token_bytes * chunk_size}"
             )
-    return [tensor_over(item.data, item.dtype, item.shape) for item in value]
+    return [tensor_over(item.data, item.dtype, shape) for item in value]
 
 
 @dataclass(frozen=True)

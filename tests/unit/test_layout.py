@@ -36,6 +36,28 @@ def test_one_plane_objects_have_three_dimensions() -> None:
     assert layout.object_shape(256) == (4, 256, 512)
 
 
+@pytest.mark.parametrize(
+    ("planes", "shape", "fits"),
+    [
+        (1, (4, 256, 512), True),
+        (1, (1, 4, 256, 512), True),  # copied by the server itself
+        (1, (2, 4, 256, 512), False),
+        (1, (1, 1, 4, 256, 512), False),
+        (1, (256, 512), False),
+        (2, (2, 4, 256, 512), True),
+        (2, (4, 256, 512), False),
+        (2, (1, 4, 256, 512), False),
+        (2, (1, 2, 4, 256, 512), False),
+    ],
+)
+def test_which_shapes_a_stored_chunk_may_have(
+    planes: int, shape: tuple[int, ...], fits: bool
+) -> None:
+    layout = KVLayout(4, 1, 512, torch.bfloat16, planes=planes)
+    assert layout.is_object_shape(shape, 256) is fits
+    assert layout.is_object_shape(list(shape), 256) is fits
+
+
 @pytest.mark.parametrize("name", CACHE_DTYPES)
 def test_every_dtype_is_known_by_name(name: str) -> None:
     assert KVLayout(1, 1, 1, name).dtype is CACHE_DTYPES[name]

@@ -213,12 +213,13 @@ def test_a_server_without_room_that_says_yes_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("planes", [1, 2])
-def test_a_read_gives_chunks_and_the_whole(name: str, planes: int) -> None:
+@pytest.mark.parametrize(("planes", "by_server"), [(1, False), (1, True), (2, False)])
+def test_a_read_gives_chunks_and_the_whole(name: str, planes: int, by_server: bool) -> None:
     layout = KVLayout(2, 1, 8, torch.bfloat16, planes=planes)
     kv = make_kv(layout, 3)
     chunks = [kv[:, :, i * CHUNK : (i + 1) * CHUNK] for i in range(3)]
-    stored = [chunk.view(layout.object_shape(CHUNK)) for chunk in map(torch.clone, chunks)]
+    shape = layout.kv_shape(CHUNK) if by_server else layout.object_shape(CHUNK)
+    stored = [chunk.view(shape) for chunk in map(torch.clone, chunks)]
     data = CODECS[name].encode(stored)
     transport = MessageTransport(CODECS[name], layout, CHUNK)
     reader = transport.reader(ReadGrant(True, data, []), 3)
