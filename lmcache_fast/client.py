@@ -68,7 +68,8 @@ class KVClient:
     """One model's KV caches on one LMCache server; a context manager, safe from many threads.
 
     Args:
-        url: the server's ZMQ address, e.g. ``tcp://localhost:6555``.
+        url: the server's address: ``tcp://localhost:6555``, ``ipc://path``, or where it runs with
+            ``--transport grpc``, ``grpc://localhost:6555`` (needs the extra ``grpc``).
         http_url: the server's HTTP address, e.g. ``http://localhost:8080``.
         model_name: the model as its engine registered it (vLLM: the value of ``--model``).
         layout: the cache's shape; None takes it from the engine's entry on ``/status``.
@@ -95,9 +96,9 @@ class KVClient:
         self._counters = Counters()
         self._buffers = TensorPool()
         self._connection = Connection(url, http_url, model_name, layout, timeout)
-        try:
         # Whoever forgets to close a client does not keep its thread and its registration.
         self._last_will = weakref.finalize(self, self._connection.close)
+        try:
             self._links = Links(self._connection, self._counters)
         except BaseException:
             self._connection.close()
@@ -156,8 +157,8 @@ class KVClient:
             tokens: token ids of the request from its first one on.
             cache_salt: keeps users apart; "" for none.
         """
-        array = check_tokens("lookup", tokens)
         self._counters.add(lookups=1)
+        array = check_tokens("lookup", tokens)
         check_salt("lookup", cache_salt)
         return self._links.call("lookup", lambda link: self._lookup(link, array, cache_salt))
 
@@ -167,8 +168,8 @@ class KVClient:
         Use it in a ``with`` block; :class:`lmcache_fast.lease.Lease`. An empty lease means that
         nothing is cached.
         """
-        array = check_tokens("lease", tokens)
         self._counters.add(leases=1)
+        array = check_tokens("lease", tokens)
         check_salt("lease", cache_salt)
         return self._links.call("lease", lambda link: self._lease(link, array, cache_salt))
 
@@ -197,8 +198,8 @@ class KVClient:
             LeaseExpiredError: twice, the server's lock ran out before the copy was done.
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
-        array = check_tokens("retrieve", tokens)
         self._counters.add(retrieves=1)
+        array = check_tokens("retrieve", tokens)
         check_salt("retrieve", cache_salt)
         check_configs("retrieve", request_configs)
         if out is not None:
@@ -246,11 +247,11 @@ class KVClient:
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent.
             StoreIncompleteError: the pool had no room for all of it.
-            ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
             LeaseExpiredError: twice, the server's reservation ran out before the copy was done.
+            ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
-        array = check_tokens("store", tokens)
         self._counters.add(stores=1)
+        array = check_tokens("store", tokens)
         check_salt("store", cache_salt)
         check_configs("store", request_configs)
         kv = check_kv("store", kv, self.layout, len(array))
@@ -290,8 +291,8 @@ class KVClient:
         from lmcache_fast.edits.edit import apply_plan
         from lmcache_fast.edits.plan import compile_plan
 
-        array = check_tokens("edit", tokens)
         self._counters.add(edits=1)
+        array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
         new_salt = check_salt("edit", cache_salt if target_salt is None else target_salt)
 
@@ -366,8 +367,8 @@ class KVClient:
         tokens = link.whole_chunks(tokens)
         request = self._request(link, tokens, cache_salt, configs)
         try:
-            # A prefix may be evicted between the lookup and the read: one fresh lookup tells.
             reader, num_chunks = None, 0
+            # A prefix may be evicted between the lookup and the read: one fresh lookup tells.
             for _ in range(2):
                 num_chunks = request.lookup() if len(tokens) else 0
                 if not num_chunks:
@@ -410,8 +411,8 @@ class KVClient:
 
     def _write_all(
         self,
-        where: str,
         link: Link,
+        where: str,
         tokens: _Tokens,
         cache_salt: str,
         fill: Callable[[ChunkWriter], None],
@@ -423,13 +424,13 @@ class KVClient:
         """
         anything_new = False
         covered = 0
-        for retries_left in range(STORE_RETRIES, -1, -1):
         chunk_bytes = link.chunk_size * self.layout.token_bytes
 
         def counted(writer: ChunkWriter) -> None:
             fill(writer)
             self._counters.add(bytes_written=len(writer.chunk_indices) * chunk_bytes)
 
+        for retries_left in range(STORE_RETRIES, -1, -1):
             with self._request(link, tokens, cache_salt, configs) as request:
                 stored, complete = request.write(counted)
             anything_new |= stored

@@ -26,7 +26,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol import messages
-from lmcache_fast.protocol.channel import ZmqChannel
+from lmcache_fast.protocol.channel import Reply, ZmqChannel
 from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Registration, StoreReservation
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.server_info import (
@@ -216,7 +216,7 @@ class Connection:
             use_mla=layout.planes == 1,
         )
         channel = ZmqChannel(self.url, self.timeout)
-        listener = Listener(channel, self.info, self.http_url, registration, self.timeout)
+        listener = Listener(channel, info, self.http_url, registration, self.timeout)
         try:
             pool = _register(listener)
             self._last_sign_of_life = clock.now()

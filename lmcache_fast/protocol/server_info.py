@@ -172,6 +172,10 @@ def _client(http_url: str, timeout: float) -> httpx.Client:
 
 def _get(client: httpx.Client, path: str) -> Any:
     url = f"{str(client.base_url).rstrip('/')}{path}"
+    seconds = float(client.timeout.read or 0)
+    late = f"GET {url}: no answer within {seconds:g} s"
+    deadline = time.monotonic() + seconds
+    body = bytearray()
     try:
         # As a stream: an answer may neither trickle in for ever nor fill the memory.
         with client.stream("GET", path) as response:
@@ -190,14 +194,12 @@ def _get(client: httpx.Client, path: str) -> Any:
         raise ConnectError(f"GET {url}: {error or type(error).__name__}") from error
     if status in (401, 403):
         wrong = "refuses the API key in" if os.environ.get(API_KEY_VARIABLE) else "asks for one in"
-    seconds = float(client.timeout.read or 0)
-    late = f"GET {url}: no answer within {seconds:g} s"
-    deadline = time.monotonic() + seconds
-    body = bytearray()
         raise ConnectError(
             f"GET {url}: HTTP status {status}: the server {wrong} {API_KEY_VARIABLE}; set it to "
             "the key that the server was started with"
         )
+    if status != httpx.codes.OK:
+        raise ConnectError(f"GET {url}: HTTP status {status}; expected an LMCache server's answer")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -212,8 +214,6 @@ def _get_map(client: httpx.Client, path: str) -> dict[str, Any]:
         )
     return value
 
-    if status != httpx.codes.OK:
-        raise ConnectError(f"GET {url}: HTTP status {status}; expected an LMCache server's answer")
 
 def _entries(status: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
     """The entries of one section of ``/status`` that name a model."""

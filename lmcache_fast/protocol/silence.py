@@ -7,8 +7,6 @@ if that is answered first, the request was dropped.
 - Registrations are handled by the server's main loop, in order.
 - Lookups, unlocks and pings share a pool of threads: in order only if it has one thread.
 - Transfers are handled in order for each client.
-
-None of this is needed where the channel brings the server's refusals, as gRPC does.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from lmcache_fast.errors import (
     ServerGoneError,
     ServerTimeoutError,
 )
+from lmcache_fast.interrupts import interruptible
 from lmcache_fast.protocol.channel import Reply, ZmqChannel
 from lmcache_fast.protocol.messages import Key, Registration
 from lmcache_fast.protocol.operations import Operation
@@ -36,10 +35,6 @@ from lmcache_fast.protocol.tokens import PackedTokens
 PATIENCE = 0.5
 _STATUS_TIMEOUT = 2.0
 
-_UNKNOWN = (
-    "cause: it did not know instance {} (a restart, or no sign of life for too long), which is "
-    "registered again now"
-)
 _MAIN_LOOP = frozenset((Operation.REGISTER, Operation.UNREGISTER, Operation.GET_CHUNK_SIZE))
 _TRANSFERS = frozenset(
     (
@@ -93,9 +88,8 @@ class Listener:
         """
         timeout = self.timeout if timeout is None else timeout
         try:
-        _wait_for(time.monotonic() + min(PATIENCE, timeout), reply)
-            if reply.done():
-                return reply.result()
+            return reply.result(min(PATIENCE, timeout))
+        except concurrent.futures.TimeoutError:
             deadline = time.monotonic() + timeout - min(PATIENCE, timeout)
         return self._diagnose(operation, reply, timeout, deadline)
 
@@ -159,11 +153,13 @@ class Listener:
             )
         if operation in _TRANSFERS and registered is False:
             return UnknownInstanceError(
-                f"{what}; {_UNKNOWN.format(self.registration.instance_id)}"
+                f"{what}; cause: it did not know instance {self.registration.instance_id} (a "
+                "restart, or no sign of life for too long), which is registered again now"
             )
         return RequestDroppedError(f"{what}; likely cause: {refusal}; its log tells")
 
-    def _describe(self, signs: list[Reply]) -> str:
+    @staticmethod
+    def _describe(signs: list[Reply]) -> str:
         if not signs[0].done() or signs[0].exception() is not None:
             return "a ping was not answered either: the server hangs or has too much to do"
         if len(signs) > 1 and not signs[-1].done():
