@@ -1,5 +1,4 @@
 // Plain C++ for every processor, and what the vector kernels are compared with.
-#include <atomic>
 #include <cstring>
 
 #include "scalar_rotation.hpp"
