@@ -19,11 +19,13 @@ def next_tokens(prompt: list[int], count: int) -> list[int]:
 
 
 @contextmanager
-def fake_engine(client: KVClient, seen: list[dict[str, Any]]) -> Iterator[str]:
+def fake_engine(
+    client: KVClient, seen: list[dict[str, Any]], queries: KVClient | None = None
+) -> Iterator[str]:
     """Serve ``POST /v1/completions`` and yield its URL.
 
-    Each request is noted in ``seen``: its prompt and how much of it was cached. The KV of a prompt
-    is stored before its first token is sent.
+    Each request is noted in ``seen``: its prompt, its salt and how much of it was cached. The KV of
+    a prompt, and with a client for ``queries`` those too, are stored before its first token.
     """
 
     class Engine(BaseHTTPRequestHandler):
@@ -34,8 +36,9 @@ def fake_engine(client: KVClient, seen: list[dict[str, Any]]) -> Iterator[str]:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt, salt = request["prompt"], request.get("cache_salt") or ""
             cached = client.lookup(prompt, salt)
-            seen.append({"prompt": prompt, "cached": cached})
-            client.store(made_up_kv(client.layout, prompt), prompt, salt)
+            seen.append({"prompt": prompt, "salt": salt, "cached": cached})
+            for store in filter(None, (client, queries)):
+                store.store(made_up_kv(store.layout, prompt), prompt, salt)
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()

@@ -17,9 +17,14 @@ from tests.interop.processes import fetch
 
 
 def registration(model: str, layout: KVLayout) -> dict[str, Any]:
-    """Return the ``/status`` entry of an engine that keeps keys and values apart."""
+    """Return the ``/status`` entry of an engine that keeps keys and values apart.
+
+    A layout of one plane stands for queries, whose heads are not told apart.
+    """
     blocks = 1024
-    row = f"{layout.block_size}, {layout.num_kv_heads}, {layout.head_dim}"
+    split = layout.planes == 2
+    row = f"{layout.num_kv_heads}, {layout.head_dim}" if split else f"{layout.width}"
+    row = f"{layout.block_size}, {row}"
     group = {
         "kernel_group_idx": 0,
         "engine_group_idx": 0,
@@ -29,17 +34,19 @@ def registration(model: str, layout: KVLayout) -> dict[str, Any]:
         "tokens_per_block": layout.block_size,
         "slots_per_block": layout.block_size,
         "dtype": str(layout.dtype),
-        "is_mla": False,
-        "engine_kv_format": "NL_X_NB_TWO_BS_NH_HS",
-        "engine_kv_shape": "NL x [NB, 2, BS, NH, HS]",
-        "engine_kv_concrete_shape": f"{layout.num_layers} x [{blocks}, 2, {row}]",
+        "is_mla": not split,
+        "engine_kv_format": "NL_X_NB_TWO_BS_NH_HS" if split else "NL_X_NB_BS_HS",
+        "engine_kv_shape": "NL x [NB, 2, BS, NH, HS]" if split else "NL x [NB, BS, HS]",
+        "engine_kv_concrete_shape": (
+            f"{layout.num_layers} x [{blocks}, {'2, ' if split else ''}{row}]"
+        ),
         "attention_backend": "vLLM flash attention",
     }
     return {
         "model_name": model,
         "world_size": 1,
         "num_kv_readers": 1,
-        "kv_cache_layout": {
+        "kv_cache_layout" if split else "q_ring_layout": {
             "num_layers": layout.num_layers,
             "num_blocks": blocks,
             "kernel_groups": [group],
@@ -64,7 +71,10 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 @contextmanager
 def status_proxy(http_url: str, models: dict[str, KVLayout]) -> Iterator[str]:
     """Stand in for engines of these models; yield the URL to use instead of ``http_url``."""
-    entries = {f"stand-in-{n}": registration(*item) for n, item in enumerate(models.items())}
+    added: dict[str, dict[str, Any]] = {"cache_context_meta": {}, "q_context_meta": {}}
+    for number, (model, layout) in enumerate(models.items()):
+        section = "cache_context_meta" if layout.planes == 2 else "q_context_meta"
+        added[section][f"stand-in-{number}"] = registration(model, layout)
 
     class Proxy(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
@@ -74,7 +84,8 @@ def status_proxy(http_url: str, models: dict[str, KVLayout]) -> Iterator[str]:
             body = fetch(http_url + self.path)
             if self.path == "/status":
                 status = json.loads(body)
-                status["cache_context_meta"] = {**status.get("cache_context_meta", {}), **entries}
+                for section, entries in added.items():
+                    status[section] = {**status.get(section, {}), **entries}
                 body = json.dumps(status).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
