@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from lmcache_fast.observe import ClientStats, Counters
 from lmcache_fast.protocol.connection import Connection
 from lmcache_fast.request import Link, Request
 from lmcache_fast.transport.base import ChunkWriter
+from lmcache_fast.transport.ranks import paired
 
 if TYPE_CHECKING:
     from lmcache_fast.edits import Edit
@@ -72,8 +73,11 @@ class KVClient:
             ``--transport grpc``, ``grpc://localhost:6555`` (needs the extra ``grpc``).
         http_url: the server's HTTP address, e.g. ``http://localhost:8080``.
         model_name: the model as its engine registered it (vLLM: the value of ``--model``).
-        layout: the cache's shape; None takes it from the engine's entry on ``/status``.
+        layout: the whole cache's shape; None takes it from the engine's entry on ``/status``, and
+            ``"opaque"`` does too and takes its rows for no tokens (vLLM on a CPU).
         timeout: seconds that one answer of the server may take.
+        world_size: tensor-parallel ranks that store a share of the cache each; None takes it from
+            ``/status``, 1 where that says nothing.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -88,14 +92,15 @@ class KVClient:
         http_url: str,
         model_name: str,
         *,
-        layout: KVLayout | None = None,
+        layout: KVLayout | Literal["opaque"] | None = None,
         timeout: float = 60.0,
+        world_size: int | None = None,
     ) -> None:
         self.model_name = check_model_name("KVClient", model_name)
         self.timeout = check_timeout("KVClient", timeout)
         self._counters = Counters()
         self._buffers = TensorPool()
-        self._connection = Connection(url, http_url, model_name, layout, timeout)
+        self._connection = Connection(url, http_url, model_name, layout, timeout, world_size)
         # Whoever forgets to close a client does not keep its thread and its registration.
         self._last_will = weakref.finalize(self, self._connection.close)
         try:
@@ -301,12 +306,12 @@ class KVClient:
                 cached = array[: source.num_tokens]
                 with interruptible():  # the user's own function chooses
                     plan = edit.plan(cached.tolist(), chunk_size=link.chunk_size)
-                compiled = compile_plan(plan, self.layout, link.chunk_size)
+                compiled = compile_plan(plan, self._connection.rank_layout, link.chunk_size)
                 kept = cached[plan.positions]
                 target = link.whole_chunks(kept)
                 if not len(target):
                     return EditResult(kept.tolist(), 0, source.num_tokens)
-                if source.side is not None:
+                if source.in_slots:
                     self._write_all(
                         link,
                         "edit",
@@ -404,8 +409,9 @@ class KVClient:
 
     def _edit_into(self, writer: ChunkWriter, source: Lease, compiled: CompiledEdit) -> None:
         """Write the edit of ``source`` into the slots that the server has reserved."""
-        runs, rotation = compiled.for_chunks(writer.chunk_indices, source.chunk_size)
-        source.reader("edit").edit_to(writer, runs, rotation)
+        for rank_reader, rank_writer in paired(source.reader("edit"), writer):
+            runs, rotation = compiled.for_chunks(rank_writer.chunk_indices, source.chunk_size)
+            rank_reader.edit_to(rank_writer, runs, rotation)
         # Bytes that may have been someone else's are not published; the slots' TTL frees them.
         source.check("edit")
 

@@ -177,8 +177,10 @@ class KVLayout:
         """View a stored chunk as ``[planes, L, chunk, heads, head_dim]``."""
         heads = (self.num_kv_heads, self.head_dim)
         if self.rows == "packed":
-            return stored.unflatten(-1, (heads[0], 2, heads[1])).permute(3, 0, 1, 2, 4)
-        return (stored if self.planes == 2 else stored.unsqueeze(0)).unflatten(-1, heads)
+            pairs: torch.Tensor = stored.unflatten(-1, (heads[0], 2, heads[1]))
+            return pairs.permute(3, 0, 1, 2, 4)
+        split: torch.Tensor = stored if self.planes == 2 else stored.unsqueeze(0)
+        return split.unflatten(-1, heads)
 
     def from_object(self, stored: torch.Tensor) -> torch.Tensor:
         """Show a stored chunk as ``[planes, L, chunk, D]``; copies it only where it is packed."""

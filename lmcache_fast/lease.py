@@ -17,6 +17,7 @@ from lmcache_fast.layout import KVLayout
 from lmcache_fast.observe import Counters
 from lmcache_fast.request import Request
 from lmcache_fast.transport.base import ChunkReader
+from lmcache_fast.transport.ranks import reader_parts
 
 if TYPE_CHECKING:
     from lmcache_fast._native import ChunkedSide
@@ -93,8 +94,16 @@ class Lease:
 
     @property
     def side(self) -> ChunkedSide | None:
-        """The chunks for the native copy engine; None where they are no slots."""
+        """The chunks for the native copy engine.
+
+        None where they are no slots, or where several ranks have a share of each in a slot.
+        """
         return self.reader("Lease.side").side
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether the chunks are where the native copy engine can take them from."""
+        return reader_parts(self.reader("Lease.in_slots"))[0].side is not None
 
     def check(self, where: str) -> None:
         """Make sure that the chunks' bytes can still be trusted.
@@ -111,7 +120,7 @@ class Lease:
                 f"{where}: the server's read lock may have run out {-self.seconds_left:.1f} s ago; "
                 "start it with a longer read TTL or read faster"
             )
-        if self._reader is not None and self._reader.side is not None:
+        if self._reader is not None and reader_parts(self._reader)[0].side is not None:
             self._request.check(where)
 
     def reader(self, where: str) -> ChunkReader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from lmcache_fast.protocol.connection import Connection
 from lmcache_fast.protocol.messages import Key
 from lmcache_fast.protocol.tokens import PackedTokens
 from lmcache_fast.transport.base import ChunkReader, ChunkWriter, Transport
+from lmcache_fast.transport.ranks import RankReader, RankWriter
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Request:
         self._request_configs = dict(request_configs) if request_configs is not None else None
         self._request_id = f"lmcache_fast-{uuid.uuid4().hex}"
         self._chunk_size = link.chunk_size
-        self._looked_up: Key | None = None
-        self._reading: Key | None = None
+        self._looked_up: list[Key] = []
+        self._reading: list[Key] = []
         self._used = False
         #: Until when the hit may be read, by :func:`lmcache_fast.clock.now`.
         self.deadline = float("inf")
@@ -105,7 +106,7 @@ class Request:
         with self._link.counters.timed("seconds_waiting"):
             num_chunks = self._connection.lookup(self._key(self._num_tokens, worker_id=None))
         if num_chunks:
-            self._looked_up = self._key(num_chunks * self._chunk_size, worker_id=None)
+            self._looked_up.append(self._key(num_chunks * self._chunk_size, worker_id=None))
         return num_chunks
 
     def open_read(self, num_chunks: int) -> ChunkReader | None:
@@ -113,15 +114,30 @@ class Request:
 
         Returns None where one of the chunks is gone.
         """
-        key = self._key(num_chunks * self._chunk_size)
-        with self._link.counters.timed("seconds_waiting"):
-            grant = self._connection.prepare_retrieve(key)
-        # From here on the transfer owns the locks: a refused one has dropped them itself.
-        self._looked_up = None
-        if not grant.success:
+        connection = self._connection
+        end = num_chunks * self._chunk_size
+        ranks = range(connection.world_size)
+        self._give_back_surplus(self._looked_up.pop())
+        self._looked_up += [self._key(end, rank) for rank in reversed(ranks)]
+        grants, keys = [], []
+        # Of what all ranks hold alike one copy is enough; the others' locks are given back unused.
+        for _ in ranks[:1] if connection.layout.is_replicated else ranks:
+            key = self._looked_up[-1]
+            with self._link.counters.timed("seconds_waiting"):
+                grant = connection.prepare_retrieve(key)
+            # From here on the transfer owns the locks: a refused one has dropped them itself.
+            self._looked_up.pop()
+            if grant.success:
+                self._reading.append(key)
+                keys.append(key)
+            grants.append(grant)
+        if not all(grant.success for grant in grants):
+            for key in keys:
+                self._reading.remove(key)
+                connection.release_read(key)
             return None
-        self._reading = key
-        return self._link.transport.reader(grant, num_chunks)
+        readers = [self._link.transport.reader(grant, num_chunks) for grant in grants]
+        return readers[0] if len(readers) == 1 else RankReader(readers)
 
     def write(self, fill: Callable[[ChunkWriter], None]) -> tuple[bool, bool]:
         """Store the request's chunks, as far as the server has room and lacks them.
@@ -136,8 +152,7 @@ class Request:
         num_chunks = self._num_tokens // self._chunk_size
         counters = self._link.counters
         with counters.timed("seconds_waiting"):
-            key = self._key(self._num_tokens)
-            writer = self._link.transport.writer(self._connection, key, num_chunks)
+            writer = self._open_write(num_chunks)
         if writer is None:
             return False, False
         try:
@@ -161,15 +176,37 @@ class Request:
 
     def close(self) -> None:
         """Give back what is held and end the session; again: nothing."""
-        looked_up, self._looked_up = self._looked_up, None
-        reading, self._reading = self._reading, None
+        looked_up, self._looked_up = self._looked_up, []
+        reading, self._reading = self._reading, []
         used, self._used = self._used, False
-        if looked_up is not None:
-            self._connection.free_lookup_locks(looked_up)
-        if reading is not None:
-            self._connection.release_read(reading)
+        for key in looked_up:
+            self._connection.free_lookup_locks(key)
+        for key in reading:
+            self._connection.release_read(key)
         if used:
             self._connection.end_session(self._request_id)
+
+    def _open_write(self, num_chunks: int) -> ChunkWriter | None:
+        connection, transport = self._connection, self._link.transport
+        if connection.world_size == 1:
+            return transport.writer(connection, self._key(self._num_tokens), num_chunks)
+        parts: list[ChunkWriter | None] = []
+        try:
+            for rank in range(connection.world_size):
+                key = self._key(self._num_tokens, rank)
+                parts.append(transport.writer(connection, key, num_chunks))
+        except BaseException:
+            RankWriter(parts, connection.layout.is_replicated).abandon()
+            raise
+        if not any(part is not None for part in parts):
+            return None
+        return RankWriter(parts, connection.layout.is_replicated)
+
+    def _give_back_surplus(self, key: Key) -> None:
+        """Keep one lock of those that a lookup takes for several readers: we are only one."""
+        surplus = key.num_kv_readers - 1
+        if surplus and self._connection.info.dialect.key_extras:
+            self._connection.free_lookup_locks(replace(key, num_kv_readers=surplus))
 
     def _begin(self) -> None:
         if not self._used:
@@ -177,6 +214,8 @@ class Request:
             self._used = True
 
     def _key(self, end: int, worker_id: int | None = 0) -> Key:
+        # The locks of a rank are one reader's: its transfer's. Those of a lookup are all readers'.
+        readers = self._connection.num_kv_readers if worker_id is None else 1
         return Key(
             model_name=self._model_name,
             world_size=self._connection.world_size,
@@ -187,5 +226,5 @@ class Request:
             request_id=self._request_id,
             cache_salt=self._cache_salt,
             request_configs=self._request_configs,
-            num_kv_readers=self._connection.num_kv_readers,
+            num_kv_readers=readers,
         )

@@ -12,7 +12,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_fast import clock
 from lmcache_fast.arguments import check_model_name, check_timeout
@@ -22,19 +22,14 @@ from lmcache_fast.errors import (
     ProtocolError,
     ServerGoneError,
     ServerTimeoutError,
-    UnknownModelError,
 )
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol import messages
 from lmcache_fast.protocol.channel import Reply, ZmqChannel
 from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Registration, StoreReservation
 from lmcache_fast.protocol.operations import Operation
-from lmcache_fast.protocol.server_info import (
-    RegisteredModel,
-    ServerInfo,
-    read_models,
-    read_server_info,
-)
+from lmcache_fast.protocol.registrations import RegisteredModel, resolve
+from lmcache_fast.protocol.server_info import ServerInfo, read_models, read_server_info
 from lmcache_fast.protocol.session import WAIT_STEP, Session, is_late
 from lmcache_fast.protocol.silence import Listener, UnknownInstanceError
 
@@ -55,13 +50,18 @@ class Connection:
         url: the server's ZMQ address.
         http_url: the server's HTTP address.
         model_name: the model as its engine registered it.
-        layout: the cache's shape; None takes it from the engine's registration.
+        layout: the whole cache's shape; None takes it from the engine's registration, "opaque" does
+            too and takes its rows for no tokens.
         timeout: seconds that one answer of the server may take.
+        world_size: ranks that store a share of the cache each; None takes it from the engine's
+            registration.
 
     Attributes:
         info: release and settings of the server.
         pool: the server's shared pool.
-        layout: shape of the model's cache.
+        layout: shape of the model's cache, all ranks together.
+        rank_layout: what each rank stores of it.
+        world_size: ranks that store a share each.
         instance_id: what the server knows us by.
         num_kv_readers: readers of each stored object, as the engine published it.
         generation: how often the connection has been opened anew.
@@ -72,10 +72,14 @@ class Connection:
         ConnectError: it cannot be reached.
     """
 
-    world_size = 1
-
     def __init__(
-        self, url: str, http_url: str, model_name: str, layout: KVLayout | None, timeout: float
+        self,
+        url: str,
+        http_url: str,
+        model_name: str,
+        layout: KVLayout | Literal["opaque"] | None,
+        timeout: float,
+        world_size: int | None = None,
     ) -> None:
         self.url = url
         self.http_url = http_url
@@ -89,11 +93,12 @@ class Connection:
         self._closed = threading.Event()
         self._sessions: dict[str, Session] = {}
         self._endings: set[Future[None]] = set()
-        self._reservations: set[tuple[str, int, int]] = set()
+        self._reservations: set[tuple[str, int | None, int, int]] = set()
         self._kept: dict[_Range, StoreReservation] = {}
         self._last_sign_of_life = clock.now()
         self.info, models = self._ask()
-        self.layout = layout or _find_layout(model_name, models)
+        self.layout, self.world_size = resolve(model_name, models, layout, world_size)
+        self.rank_layout = self.layout.for_rank(self.world_size)
         self.num_kv_readers = models.get(model_name, RegisteredModel(None)).num_kv_readers
         self._listener, self.pool = self._dial(self.info)
         threading.Thread(
@@ -204,16 +209,17 @@ class Connection:
 
     def _dial(self, info: ServerInfo) -> tuple[Listener, PoolInfo]:
         """Open a channel and register; nothing is sent before the release is known."""
-        layout = self.layout
+        layout = self.rank_layout
+        # One registration does for all ranks: each transfer's key says which one it is about.
         registration = Registration(
             instance_id=self.instance_id,
             model_name=self.model_name,
             world_size=self.world_size,
             block_size=layout.block_size,
             num_layers=layout.num_layers,
-            hidden_dim_size=layout.width,
+            hidden_dim_size=layout.object_width,
             dtype_str=layout.dtype_name,
-            use_mla=layout.planes == 1,
+            use_mla=layout.object_planes == 1,
         )
         channel = ZmqChannel(self.url, self.timeout)
         listener = Listener(channel, info, self.http_url, registration, self.timeout)
@@ -306,7 +312,7 @@ class Connection:
     def free_lookup_locks(self, key: Key) -> None:
         """Give the lookup's locks back; ``key`` names exactly the hit. Does not wait."""
         session = self._sessions.get(key.request_id)
-        if session is not None and not session.handed_over:
+        if session is not None and key.worker_id not in session.handed_over:
             session.unlock(key)
 
     def end_session(self, request_id: str) -> None:
@@ -364,7 +370,7 @@ class Connection:
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.prepare_store(key, self.instance_id)
         deadline = clock.deadline(session.listener.info.write_ttl)
-        place = (key.request_id, key.start, key.end)
+        place = (key.request_id, key.worker_id, key.start, key.end)
         self._reservations.add(place)
 
         def decode(frame: bytes | None) -> StoreReservation:
@@ -416,7 +422,7 @@ class Connection:
         is_ours = key.request_id in self._sessions
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.commit_store(key, self.instance_id, data)
-        place = (key.request_id, key.start, key.end)
+        place = (key.request_id, key.worker_id, key.start, key.end)
         try:
             reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
             reply.add_done_callback(lambda _: self._reservations.discard(place))
@@ -436,24 +442,12 @@ class Connection:
 
 
 #: What two stores have in common for one to go on with what the other has reserved.
-_Range = tuple[str, int, int, bytes]
+_Range = tuple[str, int | None, int, int, bytes]
 
 
 def _range(key: Key) -> _Range:
-    return (key.cache_salt, key.start, key.end, key.tokens.array[: key.end].tobytes())
-
-
-def _find_layout(model_name: str, models: dict[str, RegisteredModel]) -> KVLayout:
-    model = models.get(model_name)
-    if model is None:
-        names = ", ".join(repr(name) for name in sorted(models)) or "none"
-        raise UnknownModelError(
-            f"no engine has registered the model {model_name!r}; registered: {names}. Start the "
-            "engine first, or pass layout=..."
-        )
-    if model.layout is None:
-        raise UnknownModelError(f"the layout of {model_name!r} cannot be told: {model.problem}")
-    return model.layout
+    tokens = key.tokens.array[: key.end].tobytes()
+    return (key.cache_salt, key.worker_id, key.start, key.end, tokens)
 
 
 def _register(listener: Listener) -> PoolInfo:

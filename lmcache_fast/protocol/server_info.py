@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +19,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.dialect import Dialect, dialect_for
+from lmcache_fast.protocol.registrations import RegisteredModel, models_of
 
 #: Environment variable with the key that servers from 0.5.7 on may ask for. It is part of no
 #: message, error or representation.
@@ -44,16 +42,6 @@ class ServerInfo:
     write_ttl: float
     #: Threads that serve lookups and pings; None where the server does not say.
     cpu_workers: int | None = None
-
-
-@dataclass(frozen=True)
-class RegisteredModel:
-    """One model that an engine has registered: its layout, or the reason why there is none."""
-
-    layout: KVLayout | None
-    problem: str = ""
-    world_size: int = 1
-    num_kv_readers: int = 1
 
 
 def read_server_info(http_url: str, timeout: float) -> ServerInfo:
@@ -118,31 +106,7 @@ def read_models(http_url: str, timeout: float) -> dict[str, RegisteredModel]:
     """
     with _client(http_url, timeout) as client:
         status = _get_map(client, "/status")
-    models: dict[str, RegisteredModel] = {}
-    queries = [
-        {**entry, "kv_cache_layout": entry.get("q_ring_layout")}
-        for entry in _entries(status, "q_context_meta")
-    ]
-    for entry in _entries(status, "cache_context_meta") + queries:
-        model = _read_model(entry)
-        known = models.get(entry["model_name"])
-        if known is None or known.layout is None:
-            models[entry["model_name"]] = model
-        elif model.layout is not None and model != known:
-            models[entry["model_name"]] = RegisteredModel(
-                None, "several engines registered it with different layouts; pass layout=..."
-            )
-    for entry in _entries(status, "non_cuda_context_meta"):
-        models.setdefault(
-            entry["model_name"],
-            RegisteredModel(
-                None,
-                "its engine registered engine-driven, of which the server publishes no layout; "
-                "pass layout=...",
-                _count(entry.get("world_size")),
-            ),
-        )
-    return models
+    return models_of(status)
 
 
 def is_registered(http_url: str, instance_id: int, timeout: float) -> bool | None:
@@ -213,64 +177,3 @@ def _get_map(client: httpx.Client, path: str) -> dict[str, Any]:
             f"GET {client.base_url}{path}: got {type(value).__name__}; expected an object"
         )
     return value
-
-
-def _entries(status: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
-    """The entries of one section of ``/status`` that name a model."""
-    entries = status.get(section)
-    values = entries.values() if isinstance(entries, dict) else ()
-    return [v for v in values if isinstance(v, dict) and isinstance(v.get("model_name"), str)]
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 1
-
-
-def _read_model(entry: Mapping[str, Any]) -> RegisteredModel:
-    world_size = _count(entry.get("world_size"))
-    readers = _count(entry.get("num_kv_readers"))
-    try:
-        layout = _read_layout(entry)
-        if world_size > 1:
-            raise ValueError(
-                f"its engine runs on {world_size} ranks, each of which stores its own part"
-            )
-    except (ValueError, LookupError, TypeError, ArithmeticError, InvalidInputError) as error:
-        why = f"/status has no {error}" if isinstance(error, KeyError) else str(error)
-        return RegisteredModel(None, f"{why}; pass layout=...", world_size, readers)
-    return RegisteredModel(layout, "", world_size, readers)
-
-
-_PACKED = ("NL_X_NB_NH_BS_CS", "NL_X_NB_BS_NH_CS")
-_ONE_PLANE = ("NL_X_NB_BS_HS", "NL_X_NBBS_ONE_HS")
-
-
-def _read_layout(entry: Mapping[str, Any]) -> KVLayout:
-    """Read ``kv_cache_layout`` of a ``/status`` entry; ValueError says why it cannot be."""
-    described = entry["kv_cache_layout"]
-    groups = described["kernel_groups"]
-    if len(groups) != 1:
-        raise ValueError(f"its layers form {len(groups)} groups of different layouts")
-    group = groups[0]
-    kv_format = str(group["engine_kv_format"]).rpartition(".")[2]
-    shape = str(group["engine_kv_concrete_shape"])
-    match = re.fullmatch(r"\s*(\d+)\s*x\s*\[([\d,\s]+)\]\s*", shape)
-    if match is None:
-        raise ValueError(f"its layout {kv_format} has the shape {shape!r}, which says no sizes")
-    sizes = [int(size) for size in match[2].split(",")]
-    num_layers = int(described["num_layers"])
-    block_size = int(group["tokens_per_block"])
-    if group.get("is_mla") or kv_format in _ONE_PLANE:
-        heads, head_dim, planes = 1, sizes[-1], 1
-    elif kv_format in _PACKED:
-        if len(sizes) != 4:
-            raise ValueError(f"its layout {kv_format} has the shape {shape!r}; expected 4 sizes")
-        # Keys and values of a head lie behind one another: one plane of opaque rows.
-        heads, head_dim, planes = math.prod(sizes[1:]) // block_size // sizes[-1], sizes[-1], 1
-    elif "TWO" in kv_format and len(sizes) == 5:
-        planes = 2
-        head_dim = sizes[-1]
-        heads = sizes[-2] if kv_format.endswith("_BS_NH_HS") else sizes[-3]
-    else:
-        raise ValueError(f"its layout {kv_format} is unknown here")
-    return KVLayout(num_layers, heads, head_dim, group["dtype"], block_size, planes)

@@ -36,8 +36,8 @@ class Session:
     generation: int
     #: What has to be answered before the session may end.
     unanswered: list[Future[Any]] = field(default_factory=list)
-    #: The locks of the lookup belong to a transfer whose answer is still to come.
-    handed_over: bool = False
+    #: Ranks whose locks of the lookup belong to a transfer whose answer is still to come.
+    handed_over: set[int | None] = field(default_factory=set)
 
     @property
     def instance_id(self) -> int:
@@ -81,7 +81,7 @@ class Session:
 
     def release_read_later(self, key: Key, reply: Reply) -> None:
         """Give back what a late answer to prepare_retrieve grants."""
-        self.handed_over = True
+        self.handed_over.add(key.worker_id)
         released = self._promise()
 
         def release(reply: Reply) -> None:

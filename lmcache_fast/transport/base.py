@@ -27,7 +27,10 @@ class ChunkReader(Protocol):
         """The chunks for the native copy engine; None where they are no slots."""
 
     def chunk(self, index: int) -> torch.Tensor:
-        """Chunk ``index`` as ``[planes, L, chunk, D]`` without a copy; not to be written to."""
+        """Chunk ``index`` as ``[planes, L, chunk, D]``, not to be written to.
+
+        Not copied, except where it is packed or of several ranks.
+        """
 
     def copy_to(self, out: torch.Tensor, first_chunk: int = 0) -> None:
         """Copy the chunks from ``first_chunk`` on into ``out``, as many as it has room for.

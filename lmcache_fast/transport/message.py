@@ -25,7 +25,7 @@ MESSAGE_BYTES = 512 << 20
 class Codec:
     """A way to put chunks into bytes and to get them back.
 
-    ``encode(chunks)`` takes chunks ``[2, L, chunk, D]`` (``[L, chunk, D]`` for one plane);
+    ``encode(chunks)`` takes chunks as they are stored, see :meth:`KVLayout.object_shape`;
     ``decode(data, layout, chunk_size)`` gives them back as views of ``data``.
     """
 
@@ -73,8 +73,7 @@ class MessageTransport:
         chunks = self.codec.decode(grant.data, self.layout, self.chunk_size)
         if len(chunks) != num_chunks:
             raise PayloadError(f"{self.name}: {len(chunks)} chunks came; expected {num_chunks}")
-        shape = self.layout.kv_shape(self.chunk_size)
-        return MessageReader([chunk.view(shape) for chunk in chunks])
+        return MessageReader(chunks, self.layout)
 
     def writer(self, connection: Connection, key: Key, num_chunks: int) -> MessageWriter | None:
         """See :class:`lmcache_fast.transport.base.Transport`."""
@@ -93,12 +92,13 @@ class MessageReader:
 
     side = None
 
-    def __init__(self, chunks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, chunks: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._chunks = chunks
+        self._layout = layout
 
     def chunk(self, index: int) -> torch.Tensor:
-        """Chunk ``index`` within the message."""
-        return self._chunks[index]
+        """Chunk ``index`` within the message; a copy if it is packed."""
+        return self._layout.from_object(self._chunks[index])
 
     def edit_to(self, writer: object, runs: object, rotation: object) -> None:
         """Not here: there are no slots."""
@@ -108,11 +108,13 @@ class MessageReader:
         """Copy the chunks from ``first_chunk`` on into ``out``, as many as it has room for."""
         start = 0
         for chunk in self._chunks[first_chunk:]:
-            end = start + chunk.shape[2]
+            source = self._layout.by_head(chunk)
+            end = start + source.shape[2]
             if end > out.shape[2]:
                 break
             # As bytes: the message's chunks need not be aligned.
-            out[:, :, start:end].view(torch.uint8).copy_(chunk.view(torch.uint8))
+            target = out[:, :, start:end].unflatten(3, tuple(source.shape[3:]))
+            target.view(torch.uint8).copy_(source.view(torch.uint8))
             start = end
 
 
@@ -141,9 +143,9 @@ class MessageWriter:
         self._messages = []
         for place in range(0, len(self.chunk_indices), per_message):
             indices = self.chunk_indices[place : place + per_message]
-            chunks = [kv[:, :, index * size : (index + 1) * size] for index in indices]
-            if layout.planes == 1:
-                chunks = [chunk[0] for chunk in chunks]
+            chunks = [
+                layout.to_object(kv[:, :, index * size : (index + 1) * size]) for index in indices
+            ]
             key = replace(
                 self._key,
                 start=self._key.start + indices[0] * size,

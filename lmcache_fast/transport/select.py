@@ -54,7 +54,7 @@ def choose_transport(connection: Connection) -> Transport:
             return _shm(connection)
         except SharedMemoryError as error:
             warnings.warn(_advice(connection, spoken, error), UserWarning, stacklevel=3)
-    return MessageTransport(CODECS[spoken], connection.layout, connection.info.chunk_size)
+    return MessageTransport(CODECS[spoken], connection.rank_layout, connection.info.chunk_size)
 
 
 def is_local(url: str) -> bool:
@@ -84,7 +84,7 @@ def _shm(connection: Connection) -> ShmTransport:
     pool = connection.pool
     if not pool.shm_name or not pool.pool_size:
         raise SharedMemoryError("the server has no shared-memory pool")
-    return ShmTransport(pool, connection.layout, connection.info.chunk_size)
+    return ShmTransport(pool, connection.rank_layout, connection.info.chunk_size)
 
 
 def _advice(connection: Connection, spoken: str, error: SharedMemoryError) -> str:

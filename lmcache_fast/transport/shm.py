@@ -95,11 +95,27 @@ class ShmTransport:
             planes=self._layout.planes,
             layers=self._layout.num_layers,
             row_bytes=self._layout.row_bytes,
+            **self._strides(),
         )
         return side
 
+    def _strides(self) -> dict[str, int]:
+        """How the rows of a slot stand, in bytes; nothing where they are contiguous."""
+        layout = self._layout
+        if layout.rows != "packed":
+            return {}
+        head = layout.head_dim * layout.dtype.itemsize
+        token = 2 * layout.row_bytes
+        return {
+            "plane_stride": head,
+            "layer_stride": self._chunk_size * token,
+            "token_stride": token,
+            "row_pieces": layout.num_kv_heads,
+            "piece_stride": 2 * head,
+        }
+
     def tensor_side(self, kv: torch.Tensor) -> ChunkedSide:
-        """A tensor ``[planes, L, T, D]`` with contiguous token rows as one side of a copy."""
+        """A tensor ``[planes, L, T, D]``, each row contiguous, as one side of a copy."""
         itemsize = kv.element_size()
         side: ChunkedSide = self._native.ChunkedSide.from_addresses(
             np.array([kv.data_ptr()], np.uint64),
@@ -115,10 +131,11 @@ class ShmTransport:
         return side
 
     def view(self, offset: int) -> torch.Tensor:
-        """The slot at ``offset`` (bytes) as ``[planes, L, chunk, D]``, not copied."""
+        """The slot at ``offset`` (bytes) as ``[planes, L, chunk, D]``; a copy if it is packed."""
         view = self._region.view(offset, self._chunk_bytes, writable=True)
         flat = torch.frombuffer(view, dtype=torch.uint8)
-        return flat.view(self._layout.dtype).view(self._layout.kv_shape(self._chunk_size))
+        stored = flat.view(self._layout.dtype).view(self._layout.object_shape(self._chunk_size))
+        return self._layout.from_object(stored)
 
     @property
     def chunk_size(self) -> int:
@@ -163,7 +180,8 @@ class ShmTransport:
     def _offsets(self, where: str, slots: Sequence[Slot]) -> npt.NDArray[np.uint64]:
         shape = self._layout.object_shape(self._chunk_size)
         for slot in slots:
-            if slot.shape != shape or slot.dtype != self._layout.dtype_name:
+            fits = self._layout.is_object_shape(slot.shape, self._chunk_size)
+            if not fits or slot.dtype != self._layout.dtype_name:
                 raise ProtocolError(
                     f"{where}: a slot holds {slot.dtype} {list(slot.shape)}; expected "
                     f"{self._layout.dtype_name} {list(shape)}: another engine registered this "
@@ -194,7 +212,7 @@ class SlotReader:
         self.side = transport.side(offsets)
 
     def chunk(self, index: int) -> torch.Tensor:
-        """The slot itself as a tensor; not to be written to."""
+        """The slot itself as a tensor, not to be written to; a copy if it is packed."""
         self._transport.check()
         return self._transport.view(int(self._offsets[index]))
 

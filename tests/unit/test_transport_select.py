@@ -43,7 +43,7 @@ class FakeConnection:
             version, dialect_for(version), CHUNK, "", "auto", "zmq", read_ttl=300, write_ttl=600
         )
         self.pool = pool or PoolInfo()
-        self.layout = LAYOUT
+        self.layout = self.rank_layout = LAYOUT
         self.room = 100
         self.locked = 0
         self.messages: list[int] = []
