@@ -67,6 +67,9 @@ class LMCacheSDKContext(KVClient):
             layout = _query_layout(http_url, name, base_name, check_timeout("connect", timeout))
         super().__init__(url, http_url, name, layout=layout, timeout=timeout)
 
+    def __enter__(self) -> LMCacheSDKContext:
+        return self
+
     @property
     def kind(self) -> LMCacheSDKCacheKind:
         """The kind of cache that is retrieved and stored."""
