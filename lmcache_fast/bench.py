@@ -31,7 +31,7 @@ ROUNDS = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    parser.add_argument("--url", default="tcp://localhost:6555", help="the server's ZMQ address")
+    parser.add_argument("--url", default="tcp://localhost:6555", help="the server's address")
     parser.add_argument(
         "--http-url", default="http://localhost:8080", help="the server's HTTP address"
     )

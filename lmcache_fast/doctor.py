@@ -12,6 +12,7 @@ import torch
 from lmcache_fast.client import KVClient
 from lmcache_fast.errors import LMCacheFastError
 from lmcache_fast.layout import KVLayout
+from lmcache_fast.protocol.channel import transport_of
 from lmcache_fast.protocol.server_info import (
     RegisteredModel,
     ServerInfo,
@@ -26,7 +27,7 @@ PRIVATE_LAYOUT = KVLayout(2, 1, 16, torch.bfloat16)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    parser.add_argument("--url", default="tcp://localhost:6555", help="the server's ZMQ address")
+    parser.add_argument("--url", default="tcp://localhost:6555", help="the server's address")
     parser.add_argument(
         "--http-url", default="http://localhost:8080", help="the server's HTTP address"
     )
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Print one line a check; return 0 if none failed, else 1."""
     report = _Report()
     try:
-        info = read_server_info(args.http_url, args.timeout)
+        info = read_server_info(args.http_url, args.timeout, transport_of(args.url))
         _report_info(report, info)
         models = read_models(args.http_url, args.timeout)
     except LMCacheFastError as error:

@@ -1,4 +1,4 @@
-"""ZmqChannel: requests and replies over one DEALER socket, driven by one thread."""
+"""What a channel is; ZmqChannel: requests and replies over one DEALER socket and one thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Future
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -24,6 +25,42 @@ _CLOSE_SECONDS = 0.8
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class Channel(Protocol):
+    """One connection to a server, by whatever it goes."""
+
+    url: str
+    #: Whether each request is answered, if only with an error; silence means slowness then.
+    answers_all: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can still be sent."""
+
+    def submit(self, name: int | str, payloads: list[bytes]) -> Reply:
+        """Send a request; never blocks."""
+
+    def close(self) -> None:
+        """Close the connection, in less than 2 s; missing replies fail."""
+
+
+def transport_of(url: str) -> str:
+    """Which transport a server's address is of: ``"grpc"`` or ``"zmq"``."""
+    return "grpc" if url.partition("://")[0] in ("grpc", "grpc+unix") else "zmq"
+
+
+def open_channel(url: str, timeout: float) -> Channel:
+    """Connect to the server at ``url`` within ``timeout`` seconds.
+
+    Raises:
+        ConnectError: nobody answers there, or gRPC is asked for and not installed.
+    """
+    if transport_of(url) == "grpc":
+        from lmcache_fast.protocol.grpc_channel import GrpcChannel
+
+        return GrpcChannel(url, timeout)
+    return ZmqChannel(url, timeout)
+
+
 class ZmqChannel:
     """One connection to a server; many requests may be in flight.
 
@@ -38,6 +75,9 @@ class ZmqChannel:
     Raises:
         ConnectError: the address is malformed, or nobody answers there in time.
     """
+
+    #: Requests that a server cannot handle are dropped.
+    answers_all = False
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
@@ -81,8 +121,8 @@ class ZmqChannel:
         """Whether requests can still be sent."""
         return self._error is None and self._pid == os.getpid()
 
-    def submit(self, operation: int, payloads: list[bytes]) -> Reply:
-        """Send a request; never blocks.
+    def submit(self, name: int | str, payloads: list[bytes]) -> Reply:
+        """Send a request to the operation ``name``; never blocks.
 
         Returns:
             A future of the reply's raw result frame, None where it has none.
@@ -99,7 +139,7 @@ class ZmqChannel:
             if self._error is not None:
                 raise type(self._error)(*self._error.args)
             self._pending[number] = future
-            self._outgoing.append([number, _encode(operation), *payloads])
+            self._outgoing.append([number, _encode(name), *payloads])
             self._wake()
         return future
 

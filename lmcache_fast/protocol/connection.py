@@ -25,7 +25,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol import messages
-from lmcache_fast.protocol.channel import Reply, ZmqChannel
+from lmcache_fast.protocol.channel import Reply, open_channel, transport_of
 from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Registration, StoreReservation
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.registrations import RegisteredModel, resolve
@@ -47,7 +47,7 @@ class Connection:
     :meth:`ensure_open` has opened the connection anew, which counts :attr:`generation` up.
 
     Args:
-        url: the server's ZMQ address.
+        url: the server's address, ``tcp://`` and the like or ``grpc://``.
         http_url: the server's HTTP address.
         model_name: the model as its engine registered it.
         layout: the whole cache's shape; None takes it from the engine's registration, "opaque" does
@@ -204,7 +204,7 @@ class Connection:
             raise ClosedError(f"the connection to {self.url} was closed")
 
     def _ask(self) -> tuple[ServerInfo, dict[str, RegisteredModel]]:
-        info = read_server_info(self.http_url, self.timeout)
+        info = read_server_info(self.http_url, self.timeout, transport_of(self.url))
         return info, read_models(self.http_url, self.timeout)
 
     def _dial(self, info: ServerInfo) -> tuple[Listener, PoolInfo]:
@@ -221,7 +221,7 @@ class Connection:
             dtype_str=layout.dtype_name,
             use_mla=layout.object_planes == 1,
         )
-        channel = ZmqChannel(self.url, self.timeout)
+        channel = open_channel(self.url, self.timeout)
         listener = Listener(channel, info, self.http_url, registration, self.timeout)
         try:
             pool = _register(listener)

@@ -37,6 +37,7 @@ class Dialect:
         transfer_mode: what a server that does not name its transfer mode runs.
         owns_locks: free_lookup_locks gives back only what the request's lookup has locked;
             earlier releases unlock whatever they are told.
+        control_service: the gRPC service with ping and its like.
     """
 
     release: str
@@ -47,9 +48,10 @@ class Dialect:
     inline_format: str = "pickle"
     transfer_mode: str = "lmcache_driven"
     owns_locks: bool = False
+    control_service: str = "ControllerService"
 
-    def number(self, operation: Operation) -> int:
-        """The operation's number."""
+    def name(self, operation: Operation) -> int | str:
+        """What the operation is called on the wire."""
         return self.numbers[operation]
 
     def key(self, key: Key) -> bytes:
@@ -173,7 +175,12 @@ _V054 = replace(_V053, release="0.5.4", transfer_mode="lmcache_driven")
 _V055 = replace(_V054, release="0.5.5", key_extras=True)
 _V056 = replace(_V055, release="0.5.6", owns_locks=True)
 _V057 = replace(
-    _V056, release="0.5.7", packed_tokens=True, group_fields=True, inline_format="envelope"
+    _V056,
+    release="0.5.7",
+    packed_tokens=True,
+    group_fields=True,
+    inline_format="envelope",
+    control_service="ManagementService",
 )
 
 #: By release; the last one is the newest that is known.

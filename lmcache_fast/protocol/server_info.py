@@ -19,6 +19,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.dialect import Dialect, dialect_for
+from lmcache_fast.protocol.grpc_dialect import GrpcDialect
 from lmcache_fast.protocol.registrations import RegisteredModel, models_of
 
 #: Environment variable with the key that servers from 0.5.7 on may ask for. It is part of no
@@ -44,12 +45,13 @@ class ServerInfo:
     cpu_workers: int | None = None
 
 
-def read_server_info(http_url: str, timeout: float) -> ServerInfo:
+def read_server_info(http_url: str, timeout: float, transport: str = "zmq") -> ServerInfo:
     """Ask a server for its release and settings.
 
     Args:
         http_url: the server's HTTP address, such as ``http://localhost:8080``.
         timeout: seconds to wait for each answer.
+        transport: how we are going to speak to it, ``"zmq"`` or ``"grpc"``.
 
     Raises:
         ConnectError: no such server, or it refuses to tell.
@@ -67,11 +69,13 @@ def read_server_info(http_url: str, timeout: float) -> ServerInfo:
         settings = dialect.settings(_get_map(client, "/config"))
     if settings.chunk_size < 1:
         raise ProtocolError(f"{http_url}/config: chunk_size is {settings.chunk_size}")
-    if settings.transport != "zmq":
+    if settings.transport != transport:
         raise UnsupportedServerError(
-            f"the server at {http_url} uses the transport {settings.transport!r}; "
-            "start it with --transport zmq"
+            f"the server at {http_url} (LMCache {version}) speaks {settings.transport!r}, but its "
+            f"address was given as one for {transport!r}: {_other_transport(settings.transport)}"
         )
+    if transport == "grpc":
+        dialect = GrpcDialect.of(dialect)
     if settings.transfer_mode == "lmcache_driven":
         raise UnsupportedServerError(
             f"the server at {http_url} (LMCache {version}) serves lmcache_driven transfers only; "
@@ -88,6 +92,14 @@ def read_server_info(http_url: str, timeout: float) -> ServerInfo:
         write_ttl=settings.write_ttl,
         cpu_workers=settings.cpu_workers,
     )
+
+
+def _other_transport(spoken: str) -> str:
+    if spoken == "grpc":
+        return "connect to grpc://HOST:PORT, or start the server with --transport zmq"
+    if spoken == "zmq":
+        return "connect to tcp://HOST:PORT, or start a server from 0.5.6 on with --transport grpc"
+    return "start it with --transport zmq"
 
 
 def read_layouts(http_url: str, timeout: float) -> dict[str, KVLayout | str]:

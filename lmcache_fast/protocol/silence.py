@@ -7,6 +7,8 @@ if that is answered first, the request was dropped.
 - Registrations are handled by the server's main loop, in order.
 - Lookups, unlocks and pings share a pool of threads: in order only if it has one thread.
 - Transfers are handled in order for each client.
+
+None of this is needed where the channel brings the server's refusals, as gRPC does.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lmcache_fast.errors import (
     ServerTimeoutError,
 )
 from lmcache_fast.interrupts import interruptible
-from lmcache_fast.protocol.channel import Reply, ZmqChannel
+from lmcache_fast.protocol.channel import Channel, Reply
 from lmcache_fast.protocol.messages import Key, Registration
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.server_info import ServerInfo, is_registered
@@ -34,6 +36,10 @@ from lmcache_fast.protocol.tokens import PackedTokens
 #: Seconds of silence before asking what it means.
 PATIENCE = 0.5
 _STATUS_TIMEOUT = 2.0
+_UNKNOWN = (
+    "cause: it did not know instance {} (a restart, or no sign of life for too long), which is "
+    "registered again now"
+)
 
 _MAIN_LOOP = frozenset((Operation.REGISTER, Operation.UNREGISTER, Operation.GET_CHUNK_SIZE))
 _TRANSFERS = frozenset(
@@ -62,15 +68,15 @@ class Listener:
         timeout: seconds that one answer may take.
     """
 
-    channel: ZmqChannel
+    channel: Channel
     info: ServerInfo
     http_url: str
     registration: Registration
     timeout: float
 
     def submit(self, operation: Operation, payloads: list[bytes]) -> Reply:
-        """Send a request; see :meth:`ZmqChannel.submit`."""
-        return self.channel.submit(self.info.dialect.number(operation), payloads)
+        """Send a request; see :meth:`Channel.submit`."""
+        return self.channel.submit(self.info.dialect.name(operation), payloads)
 
     def call(self, operation: Operation, payloads: list[bytes]) -> bytes | None:
         """Send a request and :meth:`wait` for its raw result."""
@@ -87,17 +93,29 @@ class Listener:
             ServerTimeoutError: no answer within ``timeout`` seconds, for whatever reason.
         """
         timeout = self.timeout if timeout is None else timeout
+        _wait_for(time.monotonic() + min(PATIENCE, timeout), reply)
         try:
-            return reply.result(min(PATIENCE, timeout))
-        except concurrent.futures.TimeoutError:
+            if reply.done():
+                return reply.result()
             deadline = time.monotonic() + timeout - min(PATIENCE, timeout)
-        return self._diagnose(operation, reply, timeout, deadline)
+            return self._diagnose(operation, reply, timeout, deadline)
+        except RequestDroppedError as refusal:
+            if self.channel.answers_all and operation in _TRANSFERS:
+                self._renew_registration(refusal)
+            raise
+
+    def _renew_registration(self, refusal: RequestDroppedError) -> None:
+        """Register again if that is why a transfer was refused, and say so."""
+        instance_id = self.registration.instance_id
+        if is_registered(self.http_url, instance_id, _STATUS_TIMEOUT) is False:
+            self.call(Operation.REGISTER, self.info.dialect.register(self.registration))
+            raise UnknownInstanceError(f"{refusal}; {_UNKNOWN.format(instance_id)}") from refusal
 
     def _diagnose(
         self, operation: Operation, reply: Reply, timeout: float, deadline: float
     ) -> bytes | None:
         registered: bool | None = None
-        if operation in _TRANSFERS:
+        if operation in _TRANSFERS and not self.channel.answers_all:
             seconds = min(_STATUS_TIMEOUT, max(0.1, deadline - time.monotonic()))
             registered = is_registered(self.http_url, self.registration.instance_id, seconds)
         signs = self._send_behind(operation)
@@ -117,10 +135,10 @@ class Listener:
     def _send_behind(self, operation: Operation) -> list[Reply]:
         """Send what queues behind ``operation``; the last answer is the proof."""
         dialect = self.info.dialect
-        if operation in _MAIN_LOOP:
+        if operation in _MAIN_LOOP and not self.channel.answers_all:
             return [self.submit(Operation.GET_CHUNK_SIZE, [])]
         ping = self.submit(Operation.PING, dialect.instance(None))
-        if operation not in _TRANSFERS:
+        if operation not in _TRANSFERS or self.channel.answers_all:
             return [ping]
         # Transfers of an unknown instance are all dropped, so register first: if we are known, that
         # changes nothing. Ending a transfer that does not exist is answered and changes nothing.
@@ -138,6 +156,8 @@ class Listener:
             self.submit(Operation.END_SESSION, self.info.dialect.session(request_id))
 
     def _is_in_order(self, operation: Operation) -> bool:
+        if self.channel.answers_all:
+            return False
         return operation in _MAIN_LOOP | _TRANSFERS or self.info.cpu_workers == 1
 
     def _dropped(self, operation: Operation, registered: bool | None) -> RequestDroppedError:
@@ -152,19 +172,16 @@ class Listener:
                 f"--supported-transfer-mode auto), or {refusal}"
             )
         if operation in _TRANSFERS and registered is False:
-            return UnknownInstanceError(
-                f"{what}; cause: it did not know instance {self.registration.instance_id} (a "
-                "restart, or no sign of life for too long), which is registered again now"
-            )
+            return UnknownInstanceError(f"{what}; {_UNKNOWN.format(self.registration.instance_id)}")
         return RequestDroppedError(f"{what}; likely cause: {refusal}; its log tells")
 
-    @staticmethod
-    def _describe(signs: list[Reply]) -> str:
+    def _describe(self, signs: list[Reply]) -> str:
         if not signs[0].done() or signs[0].exception() is not None:
             return "a ping was not answered either: the server hangs or has too much to do"
         if len(signs) > 1 and not signs[-1].done():
             return "a ping was answered, other transfers were not: its transfers hang or are slow"
-        return "a ping was answered: the server is slow, or dropped the request"
+        slow = "a ping was answered: the server is slow"
+        return slow if self.channel.answers_all else f"{slow}, or dropped the request"
 
 
 def _wait_for(deadline: float, *replies: Reply) -> None:

@@ -14,7 +14,7 @@ _ARRAY32 = b"\xdd"  # msgpack: an array with a big-endian uint32 length follows
 
 
 class PackedTokens:
-    """Token ids in both forms that go over the wire; prefixes share the encoded bytes.
+    """Token ids in the forms that go over the wire; prefixes share the encoded bytes.
 
     Args:
         tokens: token ids, each from 0 to 2³² - 1.
@@ -23,7 +23,7 @@ class PackedTokens:
         InvalidInputError: not a flat list of such integers.
     """
 
-    __slots__ = ("_big_endian", "_msgpack", "_packed", "_source", "array")
+    __slots__ = ("_big_endian", "_msgpack", "_packed", "_source", "_varints", "array")
 
     def __init__(self, tokens: TokenIds | PackedTokens) -> None:
         #: The ids, read-only.
@@ -37,6 +37,7 @@ class PackedTokens:
         self._packed: npt.NDArray[Any] | None = None
         self._msgpack: bytes | None = None
         self._big_endian: bytes | None = None
+        self._varints: bytes | None = None
 
     def __len__(self) -> int:
         return self.array.size
@@ -88,3 +89,17 @@ class PackedTokens:
         if self._big_endian is None:
             self._big_endian = self.array.astype(">u4").tobytes()
         return self._big_endian
+
+    def as_varints(self) -> bytes:
+        """The ids as protobuf varints: seven bits a byte, lowest first.
+
+        Each has five bytes, the last of them zero where fewer would do, so that no id's place
+        depends on the others.
+        """
+        if self._varints is None:
+            varints = np.empty((len(self), 5), np.uint8)
+            for index in range(5):
+                varints[:, index] = self.array >> 7 * index & 0x7F
+            varints[:, :4] |= 0x80
+            self._varints = varints.tobytes()
+        return self._varints
