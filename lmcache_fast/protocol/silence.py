@@ -93,7 +93,8 @@ class Listener:
             ServerTimeoutError: no answer within ``timeout`` seconds, for whatever reason.
         """
         timeout = self.timeout if timeout is None else timeout
-        _wait_for(time.monotonic() + min(PATIENCE, timeout), reply)
+        # Not interruptible: most calls end within this, and should be whole.
+        concurrent.futures.wait((reply,), min(PATIENCE, timeout))
         try:
             if reply.done():
                 return reply.result()
