@@ -25,7 +25,7 @@ from lmcache_fast.arguments import (
 )
 from lmcache_fast.buffers import TensorPool
 from lmcache_fast.errors import InvalidInputError, StoreIncompleteError
-from lmcache_fast.interrupts import interruptible
+from lmcache_fast.interrupts import interruptible, shielded
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.lease import Lease
 from lmcache_fast.links import Links
@@ -100,14 +100,15 @@ class KVClient:
         self.timeout = check_timeout("KVClient", timeout)
         self._counters = Counters()
         self._buffers = TensorPool()
-        self._connection = Connection(url, http_url, model_name, layout, timeout, world_size)
-        # Whoever forgets to close a client does not keep its thread and its registration.
-        self._last_will = weakref.finalize(self, self._connection.close)
-        try:
-            self._links = Links(self._connection, self._counters)
-        except BaseException:
-            self._connection.close()
-            raise
+        with shielded():
+            self._connection = Connection(url, http_url, model_name, layout, timeout, world_size)
+            # Whoever forgets to close a client does not keep its thread and its registration.
+            self._last_will = weakref.finalize(self, self._connection.close)
+            try:
+                self._links = Links(self._connection, self._counters)
+            except BaseException:
+                self._connection.close()
+                raise
         logger.info(
             "connected to %s, LMCache %s: model %r as instance %d, %s, chunks of %d tokens, "
             "transport %s",
@@ -162,7 +163,6 @@ class KVClient:
             tokens: token ids of the request from its first one on.
             cache_salt: keeps users apart; "" for none.
         """
-        self._counters.add(lookups=1)
         array = check_tokens("lookup", tokens)
         check_salt("lookup", cache_salt)
         return self._links.call("lookup", lambda link: self._lookup(link, array, cache_salt))
@@ -173,7 +173,6 @@ class KVClient:
         Use it in a ``with`` block; :class:`lmcache_fast.lease.Lease`. An empty lease means that
         nothing is cached.
         """
-        self._counters.add(leases=1)
         array = check_tokens("lease", tokens)
         check_salt("lease", cache_salt)
         return self._links.call("lease", lambda link: self._lease(link, array, cache_salt))
@@ -203,7 +202,6 @@ class KVClient:
             LeaseExpiredError: twice, the server's lock ran out before the copy was done.
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
-        self._counters.add(retrieves=1)
         array = check_tokens("retrieve", tokens)
         check_salt("retrieve", cache_salt)
         check_configs("retrieve", request_configs)
@@ -255,7 +253,6 @@ class KVClient:
             LeaseExpiredError: twice, the server's reservation ran out before the copy was done.
             ServerTimeoutError, RequestDroppedError, ServerGoneError: the server did not answer.
         """
-        self._counters.add(stores=1)
         array = check_tokens("store", tokens)
         check_salt("store", cache_salt)
         check_configs("store", request_configs)
@@ -296,7 +293,6 @@ class KVClient:
         from lmcache_fast.edits.edit import apply_plan
         from lmcache_fast.edits.plan import compile_plan
 
-        self._counters.add(edits=1)
         array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
         new_salt = check_salt("edit", cache_salt if target_salt is None else target_salt)
@@ -336,9 +332,10 @@ class KVClient:
         """
         if self._connection.is_foreign:  # a fork: the parent's locks may never be released here
             return
-        self._last_will()
-        if self._links.close():
-            self._buffers.clear()
+        with shielded():
+            self._last_will()
+            if self._links.close():
+                self._buffers.clear()
 
     def _check_out(self, out: torch.Tensor) -> None:
         if not isinstance(out, torch.Tensor) or out.dim() != 4 or out.device.type != "cpu":

@@ -19,6 +19,14 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_COUNTERS = {
+    "lookup": "lookups",
+    "lease": "leases",
+    "retrieve": "retrieves",
+    "store": "stores",
+    "edit": "edits",
+}
+
 
 class Links:
     """A connection and the :class:`Link` that belongs to its current opening; thread-safe.
@@ -41,20 +49,18 @@ class Links:
 
         Ctrl-C is held back until nothing of the call would be left on the server.
         """
-        try:
-            link = self._renew(where)
+        with shielded():
+            self._counters.add(**{_COUNTERS[where]: 1})
             try:
-                with shielded():
-                    return attempt(link)
-            except (ServerGoneError, LeaseExpiredError) as error:
-                logger.warning("%s: %s; trying once more", where, error)
-                self._counters.add(retries=1)
-            link = self._renew(where)
-            with shielded():
-                return attempt(link)
-        except BaseException:
-            self._counters.add(failures=1)
-            raise
+                try:
+                    return attempt(self._renew(where))
+                except (ServerGoneError, LeaseExpiredError) as error:
+                    logger.warning("%s: %s; trying once more", where, error)
+                    self._counters.add(retries=1)
+                return attempt(self._renew(where))
+            except BaseException:
+                self._counters.add(failures=1)
+                raise
 
     def close(self) -> bool:
         """Refuse calls from now on, and give back the transport; False if that was done before."""

@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_fast.errors import ClosedError, ConnectError, ServerGoneError
+from lmcache_fast.interrupts import interruptible
 
 #: Raw result frame of a reply; None where the reply has none.
 Reply = Future["bytes | None"]
@@ -98,10 +99,15 @@ class ZmqChannel:
             raise ConnectError(f"cannot connect to {url!r}: {error}") from error
         self._thread = threading.Thread(target=self._run, name="lmcache_fast-io", daemon=True)
         self._thread.start()
-        if not self._connected.wait(timeout) or self._error is not None:
-            why = self._error or f"no connection within {timeout:g} s"
+        try:
+            with interruptible():
+                in_time = self._connected.wait(timeout)
+            if not in_time or self._error is not None:
+                why = self._error or f"no connection within {timeout:g} s"
+                raise ConnectError(f"cannot connect to {url}: {why}")
+        except BaseException:
             self.close()
-            raise ConnectError(f"cannot connect to {url}: {why}")
+            raise
 
     def _open_socket(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)

@@ -23,6 +23,7 @@ from lmcache_fast.errors import (
     ServerGoneError,
     ServerTimeoutError,
 )
+from lmcache_fast.interrupts import interruptible
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol import messages
 from lmcache_fast.protocol.channel import Reply, open_channel, transport_of
@@ -204,8 +205,9 @@ class Connection:
             raise ClosedError(f"the connection to {self.url} was closed")
 
     def _ask(self) -> tuple[ServerInfo, dict[str, RegisteredModel]]:
-        info = read_server_info(self.http_url, self.timeout, transport_of(self.url))
-        return info, read_models(self.http_url, self.timeout)
+        with interruptible():
+            info = read_server_info(self.http_url, self.timeout, transport_of(self.url))
+            return info, read_models(self.http_url, self.timeout)
 
     def _dial(self, info: ServerInfo) -> tuple[Listener, PoolInfo]:
         """Open a channel and register; nothing is sent before the release is known."""
