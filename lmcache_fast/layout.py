@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -79,6 +79,19 @@ class KVLayout:
     block_size: int = 16
     planes: int = 2
     rows: Rows = "plain"
+
+    if TYPE_CHECKING:  # the dtype may come by its name
+
+        def __init__(
+            self,
+            num_layers: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: torch.dtype | str,
+            block_size: int = 16,
+            planes: int = 2,
+            rows: Rows = "plain",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """Check the counts and turn a dtype's name into the dtype."""
@@ -179,8 +192,9 @@ class KVLayout:
         if self.rows == "packed":
             pairs: torch.Tensor = stored.unflatten(-1, (heads[0], 2, heads[1]))
             return pairs.permute(3, 0, 1, 2, 4)
-        split: torch.Tensor = stored if self.planes == 2 else stored.unsqueeze(0)
-        return split.unflatten(-1, heads)
+        planes = stored if self.planes == 2 else stored.unsqueeze(0)
+        split: torch.Tensor = planes.unflatten(-1, heads)
+        return split
 
     def from_object(self, stored: torch.Tensor) -> torch.Tensor:
         """Show a stored chunk as ``[planes, L, chunk, D]``; copies it only where it is packed."""
@@ -189,7 +203,7 @@ class KVLayout:
     def to_object(self, kv: torch.Tensor) -> torch.Tensor:
         """Turn ``[planes, L, chunk, D]`` into a stored chunk; copies only where that is packed."""
         if self.rows == "packed":
-            heads = kv.unflatten(-1, (self.num_kv_heads, self.head_dim))
+            heads: torch.Tensor = kv.unflatten(-1, (self.num_kv_heads, self.head_dim))
             return heads.permute(1, 2, 3, 0, 4).flatten(2)
         return kv if self.planes == 2 else kv[0]
 

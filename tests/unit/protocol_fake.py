@@ -163,9 +163,10 @@ class FakeServer:
             operation = self._names[msgspec.msgpack.decode(number)]
             payloads = [msgspec.msgpack.decode(frame) for frame in frames]
             self.seen.append((operation, payloads))
-            job = (operation, payloads, [identity, uid, number])
+            address = [identity, uid, number]
+            job = (operation, payloads, address)
             if operation in MAIN_LOOP:
-                self._answer(*job, replies)
+                self._answer(operation, payloads, address, replies)
             else:
                 (transfers if operation in TRANSFERS else pool).put(job)
         socket.close()

@@ -307,12 +307,12 @@ def test_a_server_lost_during_a_call_is_an_error(
 ) -> None:
     server.on[Operation.LOOKUP] = drop
     server.on[Operation.PING] = drop
-    threading.Thread(
-        target=lambda: (
-            until(lambda: Operation.PING in server.operations(), "the diagnosis"),
-            server.stop(),
-        )
-    ).start()
+
+    def stop_during_the_diagnosis() -> None:
+        until(lambda: Operation.PING in server.operations(), "the diagnosis")
+        server.stop()
+
+    threading.Thread(target=stop_during_the_diagnosis).start()
     with pytest.raises(ServerGoneError, match="went away"):
         connection.lookup(KEY)
 

@@ -218,7 +218,7 @@ def test_other_tensors_are_refused() -> None:
 
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused() -> None:
     chunk = make_chunks(LAYOUT, 1)[0].contiguous()
-    rebuild, (storage, _, shape, stride, *rest) = chunk.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+    rebuild, (storage, _, shape, stride, *rest) = chunk.__reduce_ex__(4)
     for offset in (1, 2**40, 2**62, -1, 2**70, True, 0.0, None):
         value = [Reduces(rebuild, storage, offset, shape, stride, *rest)]
         with pytest.raises(PayloadError):
