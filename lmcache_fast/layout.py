@@ -198,7 +198,8 @@ class KVLayout:
 
     def from_object(self, stored: torch.Tensor) -> torch.Tensor:
         """Show a stored chunk as ``[planes, L, chunk, D]``; copies it only where it is packed."""
-        return self.by_head(stored).flatten(3)
+        shown: torch.Tensor = self.by_head(stored).flatten(3)
+        return shown
 
     def to_object(self, kv: torch.Tensor) -> torch.Tensor:
         """Turn ``[planes, L, chunk, D]`` into a stored chunk; copies only where that is packed."""

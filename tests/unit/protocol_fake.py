@@ -173,7 +173,8 @@ class FakeServer:
 
     def _work(self, jobs: queue.SimpleQueue[Any], replies: queue.SimpleQueue[list[bytes]]) -> None:
         while (job := jobs.get()) is not None:
-            self._answer(*job, replies)
+            operation, payloads, address = job
+            self._answer(operation, payloads, address, replies)
 
     def _answer(
         self,
