@@ -7,6 +7,8 @@ both.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from lmcache_fast.errors import KVCacheSDKError, LMCacheSDKError
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.sdk import batch, context, kvcache, qcache, request, stream
@@ -35,7 +37,8 @@ def connect(
     model_name: str,
     timeout: float = 60.0,
     *,
-    layout: KVLayout | None = None,
+    layout: KVLayout | Literal["opaque"] | None = None,
+    world_size: int | None = None,
 ) -> context.LMCacheSDKContext:
     """Connect to a server for one kind of a model's cache.
 
@@ -45,7 +48,8 @@ def connect(
         http_url: the server's HTTP address.
         model_name: the name that the engine registered its model under, for every kind.
         timeout: seconds that any one wait for the server may take.
-        layout: shape of the cache; by default the server's ``/status`` tells it.
+        layout: shape of the cache, or ``"opaque"``; by default the server's ``/status`` tells it.
+        world_size: ranks that store a share each; by default ``/status`` tells it.
 
     Returns:
         A context, also a context manager.
@@ -55,5 +59,9 @@ def connect(
         InvalidInputError: an argument is wrong.
     """
     if kind is LMCacheSDKCacheKind.KV:
-        return kvcache.connect(url, http_url, model_name, timeout, layout=layout)
-    return context.LMCacheSDKContext(url, http_url, model_name, kind, timeout, layout=layout)
+        return kvcache.connect(
+            url, http_url, model_name, timeout, layout=layout, world_size=world_size
+        )
+    return context.LMCacheSDKContext(
+        url, http_url, model_name, kind, timeout, layout=layout, world_size=world_size
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,7 @@ from lmcache_fast.arguments import check_model_name, check_timeout
 from lmcache_fast.client import KVClient
 from lmcache_fast.errors import InvalidInputError, LMCacheSDKError
 from lmcache_fast.layout import KVLayout
+from lmcache_fast.protocol.registrations import RegisteredModel
 from lmcache_fast.protocol.server_info import read_models
 from lmcache_fast.sdk.cache_kind import LMCacheSDKCacheKind
 
@@ -42,6 +44,7 @@ class LMCacheSDKContext(KVClient):
         timeout: seconds that any one wait for the server may take.
         layout: shape of the cache; by default the server's ``/status`` tells it. Queries that no
             engine has registered are taken to be as wide as the keys, with a warning.
+        world_size: ranks that store a share each; by default ``/status`` tells it.
 
     Raises:
         ConnectError: no usable connection; says why and what would help.
@@ -56,7 +59,8 @@ class LMCacheSDKContext(KVClient):
         kind: LMCacheSDKCacheKind = LMCacheSDKCacheKind.KV,
         timeout: float = 60.0,
         *,
-        layout: KVLayout | None = None,
+        layout: KVLayout | Literal["opaque"] | None = None,
+        world_size: int | None = None,
     ) -> None:
         if not isinstance(kind, LMCacheSDKCacheKind):
             raise InvalidInputError(f"connect: kind is {kind!r}; expected an LMCacheSDKCacheKind")
@@ -64,8 +68,11 @@ class LMCacheSDKContext(KVClient):
         base_name = kind.base_model_name(check_model_name("connect", model_name))
         name = kind.server_model_name(base_name)
         if kind is LMCacheSDKCacheKind.QUERY and layout is None:
-            layout = _query_layout(http_url, name, base_name, check_timeout("connect", timeout))
-        super().__init__(url, http_url, name, layout=layout, timeout=timeout)
+            models = read_models(http_url, check_timeout("connect", timeout))
+            if base_name in models and (name not in models or models[name].layout is None):
+                layout = _query_layout(name, base_name, models[base_name])
+                world_size = world_size or models[base_name].world_size
+        super().__init__(url, http_url, name, layout=layout, timeout=timeout, world_size=world_size)
 
     def __enter__(self) -> LMCacheSDKContext:
         return self
@@ -89,13 +96,10 @@ def kind_of(context: KVClient) -> LMCacheSDKCacheKind:
     return getattr(context, "kind", LMCacheSDKCacheKind.KV)
 
 
-def _query_layout(http_url: str, name: str, base_name: str, timeout: float) -> KVLayout | None:
+def _query_layout(name: str, base_name: str, model: RegisteredModel) -> KVLayout | None:
     """Return the keys' layout with one plane if the queries have none of their own."""
-    models = read_models(http_url, timeout)
-    if name in models or base_name not in models:
-        return None
-    keys = models[base_name].layout
-    if keys is None:
+    keys = model.layout
+    if keys is None or keys.rows == "opaque":
         return None
     warnings.warn(
         f"no engine has registered {name!r}: its queries are taken to be as wide as the keys of "
@@ -103,4 +107,4 @@ def _query_layout(http_url: str, name: str, base_name: str, timeout: float) -> K
         "layout=...",
         stacklevel=4,
     )
-    return replace(keys, planes=1)
+    return replace(keys, planes=1, rows="plain")

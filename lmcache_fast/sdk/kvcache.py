@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from lmcache_fast.arguments import TokenIds
@@ -39,6 +41,7 @@ class LMCacheKVCacheContext(LMCacheSDKContext):
         model_name: the name that the engine registered its model under.
         timeout: seconds that any one wait for the server may take.
         layout: shape of the model's cache; by default the server's ``/status`` tells it.
+        world_size: ranks that store a share each; by default ``/status`` tells it.
     """
 
     def __init__(
@@ -48,9 +51,12 @@ class LMCacheKVCacheContext(LMCacheSDKContext):
         model_name: str,
         timeout: float = 60.0,
         *,
-        layout: KVLayout | None = None,
+        layout: KVLayout | Literal["opaque"] | None = None,
+        world_size: int | None = None,
     ) -> None:
-        super().__init__(url, http_url, model_name, timeout=timeout, layout=layout)
+        super().__init__(
+            url, http_url, model_name, timeout=timeout, layout=layout, world_size=world_size
+        )
 
     def register_kv_caches(self) -> None:
         """Do nothing: a context registers when it connects, and again when the server restarts."""
@@ -62,7 +68,8 @@ def connect(
     model_name: str,
     timeout: float = 60.0,
     *,
-    layout: KVLayout | None = None,
+    layout: KVLayout | Literal["opaque"] | None = None,
+    world_size: int | None = None,
 ) -> LMCacheKVCacheContext:
     """Connect to a server and register the transfer with it.
 
@@ -72,6 +79,7 @@ def connect(
         model_name: the name that the engine registered its model under.
         timeout: seconds that any one wait for the server may take.
         layout: shape of the model's cache; by default the server's ``/status`` tells it.
+        world_size: ranks that store a share each; by default ``/status`` tells it.
 
     Returns:
         The context of the calls below and of the streams of both generations; also a context
@@ -81,7 +89,9 @@ def connect(
         ConnectError: no usable connection; says why and what would help.
         InvalidInputError: an argument is wrong.
     """
-    return LMCacheKVCacheContext(url, http_url, model_name, timeout, layout=layout)
+    return LMCacheKVCacheContext(
+        url, http_url, model_name, timeout, layout=layout, world_size=world_size
+    )
 
 
 def close(ctx: KVClient) -> None:

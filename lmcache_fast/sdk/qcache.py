@@ -21,6 +21,7 @@ def connect(
     timeout: float = 60.0,
     *,
     layout: KVLayout | None = None,
+    world_size: int | None = None,
 ) -> LMCacheSDKContext:
     """Connect to a server for a model's queries.
 
@@ -30,6 +31,7 @@ def connect(
         model_name: the name that the engine registered its model under.
         timeout: seconds that any one wait for the server may take.
         layout: shape of the queries, of one plane; by default the server's ``/status`` tells it.
+        world_size: ranks that store a share each; by default ``/status`` tells it.
 
     Returns:
         A context, also a context manager.
@@ -39,4 +41,6 @@ def connect(
         InvalidInputError: an argument is wrong.
     """
     kind = LMCacheSDKCacheKind.QUERY
-    return LMCacheSDKContext(url, http_url, model_name, kind, timeout, layout=layout)
+    return LMCacheSDKContext(
+        url, http_url, model_name, kind, timeout, layout=layout, world_size=world_size
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,30 @@ def test_the_sdk_is_ours_and_everything_else_stays_what_it_is(
     other = "0.0 lmcache.sdk.inside" if installed else "No module named 'lmcache.other'"
     expected = [other, "No module named 'lmcache.sdk.waiting'"]
     assert output(tmp_path, "-c", f"import lmcache_fast.dropin{IMPORTS}{OTHERS}") == expected
+
+
+DOCUMENTED = """
+import torch
+from tests.unit.sdk_fakes import FakeClient, FakeEngine, as_client, kv_for
+fake = FakeClient()
+ctx, post_completion, prompt_token_ids = as_client(fake), FakeEngine(fake), list(range(8))
+{blocks}
+tensors = {{Kind.KV: kv_for(range(8)), Kind.QUERY: kv_for(range(8))[:1]}}
+kv, tokens = keep_what_is_asked_for(tensors, list(range(8)))
+assert tokens == [4, 5, 6, 7] and torch.equal(kv, kv_for(tokens))
+stream.generate({{"max_tokens": 1}})
+stream.modify_kv(lambda tensors, tokens: (tensors[Kind.KV] * 2, tokens))
+assert stream.cache_salt
+print("done")
+"""
+
+
+def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 4
+    text = DOCUMENTED.format(blocks="\n".join(blocks))
+    assert output(tmp_path, "-c", text) == ["done"]
 
 
 SHOW = """

@@ -41,8 +41,8 @@ def test_connect_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
     lmc_sdk.connect("tcp://host:1", "http://host:2", "model")
     addresses = ("tcp://host:1", "http://host:2", "model")
     assert made == [
-        (addresses, {"layout": layout, "timeout": 5.0}),
-        (addresses, {"layout": None, "timeout": 60.0}),
+        (addresses, {"layout": layout, "timeout": 5.0, "world_size": None}),
+        (addresses, {"layout": None, "timeout": 60.0, "world_size": None}),
     ]
     lmc_sdk.close(ctx)
     assert closed == [ctx]
@@ -57,7 +57,10 @@ BATCH = lmc_batch.LMCacheBatchedStream
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lmc_sdk.connect, "url, http_url, model_name, timeout=60.0, *, layout=None"),
+        (
+            lmc_sdk.connect,
+            "url, http_url, model_name, timeout=60.0, *, layout=None, world_size=None",
+        ),
         (lmc_sdk.close, "ctx"),
         (lmc_sdk.retrieve, "ctx, tokens, cache_salt=''"),
         (lmc_sdk.store, "ctx, kv, tokens, cache_salt=''"),
