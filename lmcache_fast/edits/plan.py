@@ -187,6 +187,27 @@ def compile_plan(plan: EditPlan, layout: KVLayout, chunk_size: int) -> CompiledE
     )
 
 
+def check_chunks_kept(
+    where: str, source: Sequence[int], kept: Sequence[int], chunk_size: int
+) -> None:
+    """Check that each whole chunk of ``kept`` is a chunk of ``source``, by its tokens.
+
+    For what a plain function made of a cache with opaque rows: which rows it took cannot be told,
+    but tokens that it put together anew can.
+
+    Raises:
+        EditError: a chunk is none of the source's.
+    """
+    known = {tuple(source[at : at + chunk_size]) for at in range(0, len(source), chunk_size)}
+    for at in range(0, len(kept) // chunk_size * chunk_size, chunk_size):
+        if tuple(kept[at : at + chunk_size]) not in known:
+            raise EditError(
+                f"{where}: tokens {at} to {at + chunk_size - 1} are no chunk of the source; the "
+                "layout is opaque: its rows are no tokens, so only whole chunks of "
+                f"{chunk_size} can be kept or dropped"
+            )
+
+
 def _check_whole_chunks(plan: EditPlan, chunk_size: int) -> None:
     """Check that every new chunk is a chunk of the source; a rest behind them is not stored."""
     if plan.rope is not None:

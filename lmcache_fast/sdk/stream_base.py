@@ -19,6 +19,7 @@ from lmcache_fast.arguments import MAX_TOKEN_ID, TokenIds, check_kv, check_salt,
 from lmcache_fast.client import KVClient
 from lmcache_fast.completion import PostCompletion, TokenEvent
 from lmcache_fast.edits import Edit
+from lmcache_fast.edits.plan import check_chunks_kept
 from lmcache_fast.errors import EditError, EngineError, InvalidInputError, LMCacheFastError
 from lmcache_fast.metrics import StreamPerfMetrics
 from lmcache_fast.sdk.accessors import CallableBool, CallableInt, CallableList, CallableStr
@@ -214,6 +215,8 @@ class BaseStream(ABC):
                 fn, kv, self.tokens[:num_cached], timeout, poll_interval, allow_partial
             )
             new_kv, new_tokens = _check_edited(result, ctx)
+            if ctx.layout.rows == "opaque":
+                check_chunks_kept("modify_kv", self.tokens[:num_cached], new_tokens, ctx.chunk_size)
             del kv, result
             self._store(ctx, new_kv, new_tokens, self.tokens[num_cached:] + self._suffix)
 

@@ -75,6 +75,13 @@ def status_proxy(http_url: str, models: dict[str, KVLayout]) -> Iterator[str]:
     for number, (model, layout) in enumerate(models.items()):
         section = "cache_context_meta" if layout.planes == 2 else "q_context_meta"
         added[section][f"stand-in-{number}"] = registration(model, layout)
+    with serving_status(http_url, added) as url:
+        yield url
+
+
+@contextmanager
+def serving_status(http_url: str, added: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Serve what ``http_url`` does, with entries added to the sections of ``/status``."""
 
     class Proxy(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:

@@ -69,12 +69,12 @@ def status(service: CacheService) -> dict[str, Any]:
     """Return what ``/status`` answers.
 
     Real servers list engine-driven instances only under ``non_cuda_context_meta``. They are under
-    ``cache_context_meta`` here too, where SDKs look for a model's layout.
+    ``cache_context_meta`` here too, where SDKs look for a model's layout: those that say how many
+    heads there are, or where none of a model does, all.
     """
     config = service.config
     registrations, counters = service.report()
-    # Those that say how many heads there are come first: clients take the first match.
-    ordered = sorted(registrations.items(), key=lambda item: item[1].num_kv_heads is None)
+    told = {r.model_name for r in registrations.values() if r.num_kv_heads}
     return {
         "is_healthy": True,
         "engine_type": "lmcache_fast",
@@ -95,7 +95,11 @@ def status(service: CacheService) -> dict[str, Any]:
         },
         "registered_gpu_ids": [],
         "registered_non_cuda_instance_ids": list(registrations),
-        "cache_context_meta": {str(i): _context_meta(r) for i, r in ordered},
+        "cache_context_meta": {
+            str(i): _context_meta(r)
+            for i, r in sorted(registrations.items(), key=lambda item: not item[1].num_kv_heads)
+            if r.num_kv_heads or r.model_name not in told
+        },
         "non_cuda_context_meta": {
             str(i): {
                 "model_name": r.model_name,
