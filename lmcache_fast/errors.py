@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_MAX_TEXT = 2000
+
 
 class LMCacheSDKError(RuntimeError):
     """What programs for the second generation catch around contexts."""
@@ -60,7 +62,16 @@ class LMCacheFastError(
     LMCacheRequestStreamError,
     LMCacheBatchedStreamError,
 ):
-    """Base of all errors below."""
+    """Base of all errors below.
+
+    Its text is cut where a hostile value would make it too long for a log.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= _MAX_TEXT:
+            return text
+        return f"{text[:_MAX_TEXT]}... ({len(text) - _MAX_TEXT} more characters)"
 
 
 class InvalidInputError(LMCacheFastError, ValueError):

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that reads what a server or an engine sends."""
