@@ -39,7 +39,7 @@ def numbers(layout: KVLayout) -> torch.Tensor:
 def turned(keys: torch.Tensor, rope: Rope) -> torch.Tensor:
     """``keys [L, T, D]`` of the stored tokens moved to their new places, in double precision."""
     start, size = rope.rotary_offset, rope.rotary_dim or rope.head_dim
-    result = keys.double().unflatten(2, (-1, rope.head_dim)).clone()
+    result: torch.Tensor = keys.double().unflatten(2, (-1, rope.head_dim)).clone()
     part = result[..., start : start + size]
     pairs = part.unflatten(-1, (-1, 2) if rope.interleaved else (2, -1))
     x, y = pairs.unbind(-1 if rope.interleaved else -2)
@@ -47,14 +47,14 @@ def turned(keys: torch.Tensor, rope: Rope) -> torch.Tensor:
     frequencies = rope.theta ** (-torch.arange(0, size, 2).double() / size)
     angles = torch.outer(shifts.double(), frequencies).unsqueeze(1)
     moved = (x * angles.cos() - y * angles.sin(), y * angles.cos() + x * angles.sin())
-    turned = torch.stack(moved, -1 if rope.interleaved else -2).flatten(-2)
-    result[..., start : start + size] = turned
+    result[..., start : start + size] = torch.stack(moved, -1 if rope.interleaved else -2).flatten(
+        -2
+    )
     return result.flatten(2)
 
 
 def assert_edited(found: torch.Tensor | None, kv: torch.Tensor, rope: Rope) -> None:
-    """Bit for bit what the plain function makes, and no further from the true rotation than one
-    unit in the last place (two where float32 cancels)."""
+    """Bit for bit what the plain function makes, and within one unit of the true rotation."""
     assert found is not None
     expected, _ = keep(KEPT, rope=rope)(kv, TOKENS)
     assert same_bits(found, expected[:, :, : len(STORED)])
@@ -117,7 +117,8 @@ def test_a_cache_of_four_ranks(server: Server, connect: Connect, salt: str, rows
     # As the engine does it: every rank stores its own share, under its own key.
     transport, connection = client._links.current.transport, client._connection
     for rank in range(4):
-        assert client.lookup(TOKENS, salt) == 0
+        if server.version >= "0.5.6":  # before, a lookup of half a chunk keeps locks on that half
+            assert client.lookup(TOKENS, salt) == 0
         key = rank_key(model, rank, salt, f"{salt}-{rank}")
         writer = transport.writer(connection, key, 5)
         assert writer is not None

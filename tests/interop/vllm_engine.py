@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from lmcache_fast import KVLayout
 from tests.interop import peer
@@ -19,7 +18,7 @@ from tests.interop.servers import Server
 
 #: vLLM's CPU kernels pack keys and values in a way of their own: a token's row is opaque, and only
 #: whole chunks can be moved. The tiny model: 4 layers, 4 heads of 64, keys and values.
-LAYOUT = KVLayout(4, 1, 2 * 4 * 64, torch.bfloat16, planes=1)
+LAYOUT = KVLayout.opaque(4, 2 * 4 * 64, "bfloat16")
 #: Tokens a chunk: a multiple of the engine's block.
 CHUNK = 256
 
