@@ -30,6 +30,7 @@ from lmcache_fast.protocol.channel import Reply, open_channel, transport_of
 from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Registration, StoreReservation
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.registrations import RegisteredModel, resolve
+from lmcache_fast.protocol.reservations import Reservations
 from lmcache_fast.protocol.server_info import ServerInfo, read_models, read_server_info
 from lmcache_fast.protocol.session import WAIT_STEP, Session, is_late
 from lmcache_fast.protocol.silence import Listener, UnknownInstanceError
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two registrations, by which the server sees that we live.
 HEARTBEAT = 30.0
-_CLOSE_STEP = 0.5
+_CLOSE_STEP = 0.4
 
 
 class Connection:
@@ -90,12 +91,12 @@ class Connection:
         self.generation = 0
         self._pid = os.getpid()
         self._opening = threading.Lock()
-        self._state = threading.Lock()
+        self._state = threading.RLock()
+        self._all_ended = threading.Condition(self._state)
         self._closed = threading.Event()
         self._sessions: dict[str, Session] = {}
         self._endings: set[Future[None]] = set()
-        self._reservations: set[tuple[str, int | None, int, int]] = set()
-        self._kept: dict[_Range, StoreReservation] = {}
+        self._reservations = Reservations()
         self._last_sign_of_life = clock.now()
         self.info, models = self._ask()
         self.layout, self.world_size = resolve(model_name, models, layout, world_size)
@@ -152,8 +153,7 @@ class Connection:
                     readers = models.get(self.model_name)
                     self.num_kv_readers = readers.num_kv_readers if readers else 1
                     self.info, self._listener, self.pool = info, listener, pool
-                    self._reservations.clear()
-                    self._kept.clear()
+                    self._reservations = Reservations()
                     self.generation += 1
                     return
         finally:
@@ -184,11 +184,15 @@ class Connection:
             if self._closed.is_set():
                 return
             self._closed.set()
-            listener, endings = self._listener, list(self._endings)
-            may_unregister = not self._reservations
+            listener = self._listener
+            if listener.channel.is_open:  # calls under way may still end as they should
+                self._all_ended.wait_for(lambda: not self._sessions, _CLOSE_STEP)
+                for request_id in list(self._sessions):
+                    self.end_session(request_id)
+                endings = list(self._endings)
         if listener.channel.is_open:
             concurrent.futures.wait(endings, _CLOSE_STEP)
-            if may_unregister:
+            if not self._reservations:
                 with contextlib.suppress(LMCacheFastError, concurrent.futures.TimeoutError):
                     payloads = listener.info.dialect.instance(self.instance_id)
                     listener.submit(Operation.UNREGISTER, payloads).result(_CLOSE_STEP)
@@ -327,6 +331,8 @@ class Connection:
                 return
             ending: Future[None] = Future()
             self._endings.add(ending)
+            if not self._sessions:
+                self._all_ended.notify_all()
 
         def ended(_: object) -> None:
             self._endings.discard(ending)
@@ -366,14 +372,14 @@ class Connection:
         Chunks that an earlier attempt on the same range had reserved and did not commit are
         reserved still: they are handed out again, under that attempt's key.
         """
-        kept = self._take_kept(key)
+        reservations = self._reservations
+        kept = reservations.take(key)
         if kept is not None:
             return kept
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.prepare_store(key, self.instance_id)
         deadline = clock.deadline(session.listener.info.write_ttl)
-        place = (key.request_id, key.worker_id, key.start, key.end)
-        self._reservations.add(place)
+        reservations.begin(key)
 
         def decode(frame: bytes | None) -> StoreReservation:
             reservation = messages.decode_store_reservation(frame, session.generation)
@@ -388,32 +394,19 @@ class Connection:
             reservation = decode(frame)
         except BaseException as error:
             if not is_late(error):
-                self._reservations.discard(place)
+                reservations.end(key)
             elif session.unanswered:
                 session.unanswered[-1].add_done_callback(keep)
             raise
         if not reservation.chunk_indices:
-            self._reservations.discard(place)
+            reservations.end(key)
         return reservation
 
     def keep_reservation(self, reservation: StoreReservation) -> None:
-        """Keep what is reserved and will not be committed for the next store of the same range.
-
-        The protocol has no way to give it back, and committing it would publish chunks that nobody
-        has written. If nobody takes it the server frees it when its time is over.
-        """
-        key = reservation.key
-        if key is not None and reservation.chunk_indices:
-            with self._state:
-                if reservation.generation == self.generation:
-                    self._kept[_range(key)] = reservation
-
-    def _take_kept(self, key: Key) -> StoreReservation | None:
-        if not self._kept:
-            return None
+        """Keep what is reserved and will not be committed for the next store of the same range."""
         with self._state:
-            self._kept = {k: r for k, r in self._kept.items() if r.deadline > clock.now()}
-            return self._kept.pop(_range(key), None)
+            if reservation.generation == self.generation:
+                self._reservations.keep(reservation)
 
     def commit_store(self, key: Key, data: bytes | bytearray | dict[str, Any] | None) -> bool:
         """Publish chunks: those reserved before, or the ones in ``data``.
@@ -421,13 +414,13 @@ class Connection:
         Returns:
             False where the server reserved, or stored, nothing.
         """
+        reservations = self._reservations
         is_ours = key.request_id in self._sessions
         session = self._session(key.request_id)
         payloads = session.listener.info.dialect.commit_store(key, self.instance_id, data)
-        place = (key.request_id, key.worker_id, key.start, key.end)
         try:
             reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
-            reply.add_done_callback(lambda _: self._reservations.discard(place))
+            reply.add_done_callback(lambda _: reservations.end(key))
             frame = session.wait(Operation.COMMIT_STORE, reply)
         finally:
             if not is_ours:  # an earlier request's reservation: that request is over
@@ -435,21 +428,14 @@ class Connection:
         return messages.decode_bool("commit_store", frame)
 
     def _session(self, request_id: str) -> Session:
-        self._check_open()
+        if self.is_foreign:
+            self._check_open()
         with self._state:
             session = self._sessions.get(request_id)
             if session is None:
+                self._check_open()
                 session = self._sessions[request_id] = Session(self._listener, self.generation)
             return session
-
-
-#: What two stores have in common for one to go on with what the other has reserved.
-_Range = tuple[str, int | None, int, int, bytes]
-
-
-def _range(key: Key) -> _Range:
-    tokens = key.tokens.array[: key.end].tobytes()
-    return (key.cache_salt, key.worker_id, key.start, key.end, tokens)
 
 
 def _register(listener: Listener) -> PoolInfo:

@@ -163,7 +163,7 @@ class Cache:
     def drop(self, reserved: Iterable[StoredObject]) -> None:
         """Give up reservations: the objects were never readable and now are gone."""
         for stored in reserved:
-            if stored.write_deadline is not None and self._objects.get(stored.key) is stored:
+            if self.is_reserved(stored):
                 self._remove(stored)
 
     def clear(self, force: bool = False) -> int:
@@ -173,6 +173,15 @@ class Cache:
         for stored in doomed:
             self._remove(stored)
         return len(doomed)
+
+    def is_reserved(self, stored: StoredObject) -> bool:
+        """Whether a reservation still stands and is not published yet."""
+        return stored.write_deadline is not None and self._objects.get(stored.key) is stored
+
+    def is_locked_by(self, key: ObjectKey, owner: str) -> bool:
+        """Whether ``owner`` holds a read lock on the object."""
+        stored = self._objects.get(key)
+        return stored is not None and owner in stored.readers
 
     # -- upkeep -------------------------------------------------------------------------------
 

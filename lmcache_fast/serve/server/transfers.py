@@ -98,7 +98,7 @@ class CacheService:
             self._dropped_requests += 1
 
     def forget_silent(self) -> None:
-        """Drop the instances and sessions that have been silent for too long."""
+        """Drop instances and sessions that were silent for too long, transfers that ran out."""
         with self._lock:
             now = self._clock()
             for instance_id, instance in list(self._instances.items()):
@@ -113,6 +113,13 @@ class CacheService:
             for request_id, session in list(self._sessions.items()):
                 if now - session.last_seen > self.config.session_ttl:
                     del self._sessions[request_id]
+            self._cache.expire()
+            for transfer, reserved in list(self._writes.items()):
+                if not any(self._cache.is_reserved(stored) for stored in reserved):
+                    del self._writes[transfer]
+            for transfer, keys in list(self._reads.items()):
+                if not any(self._cache.is_locked_by(key, transfer[1]) for key in keys):
+                    del self._reads[transfer]
 
     def report(self) -> tuple[dict[int, Registration], dict[str, int]]:
         """Return the registrations by instance, and the counters."""
