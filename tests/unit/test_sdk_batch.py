@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -152,9 +152,16 @@ def test_wrong_arguments_are_refused_before_anything_runs(wrong: Any) -> None:
     assert engine.prompts == []
 
 
+def press_ctrl_c() -> None:
+    """Send SIGINT to the main thread; a flag alone would not wake it from a wait."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
 def test_ctrl_c_stops_every_stream_and_keeps_what_arrived() -> None:
     batch, streams, engine = make(2)
-    both = threading.Barrier(2, action=_thread.interrupt_main)
+    both = threading.Barrier(2, action=press_ctrl_c)
 
     def endless(*_: Any) -> Any:
         yield TokenEvent(1)
