@@ -1,9 +1,15 @@
+from typing import type_check_only
+
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Never
 
 __version__: str
 
-class SharedRegion:
+@type_check_only
+class _Extension(type): ...
+
+class SharedRegion(metaclass=_Extension):
     def __init__(self, name: str, size: int) -> None: ...
     @property
     def name(self) -> str: ...
@@ -18,7 +24,8 @@ class SharedRegion:
     def populate(self, offsets: npt.ArrayLike, length: int) -> None: ...
     def close(self) -> None: ...
 
-class ChunkedSide:
+class ChunkedSide(metaclass=_Extension):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only made by others
     @staticmethod
     def from_region(
         region: SharedRegion,
@@ -53,7 +60,7 @@ class ChunkedSide:
     @property
     def num_tokens(self) -> int: ...
 
-class Rotation:
+class Rotation(metaclass=_Extension):
     def __init__(
         self,
         cos: npt.NDArray[np.float32],
@@ -81,11 +88,12 @@ def kernel_name() -> str: ...
 def set_kernel(name: str) -> None: ...
 def kernels() -> list[str]: ...
 
-class Buffer:
+class Buffer(metaclass=_Extension):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only made by others
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 
-class BufferPool:
+class BufferPool(metaclass=_Extension):
     def __init__(self, limit_bytes: int) -> None: ...
     def take(self, nbytes: int) -> Buffer: ...
     def clear(self) -> None: ...
