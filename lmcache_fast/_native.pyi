@@ -99,3 +99,31 @@ class BufferPool(metaclass=_Extension):
     def clear(self) -> None: ...
     @property
     def held_bytes(self) -> int: ...
+
+def knorm_scores(
+    side: ChunkedSide, *, head_dim: int, dtype: str, reduce: str, num_threads: int = 0
+) -> npt.NDArray[np.float64]: ...
+def keydiff_scores(
+    side: ChunkedSide, *, head_dim: int, dtype: str, reduce: str, num_threads: int = 0
+) -> npt.NDArray[np.float64]: ...
+def lagkv_scores(
+    side: ChunkedSide,
+    *,
+    num_sink: int,
+    lag_size: int,
+    cross_scoring: bool,
+    head_dim: int,
+    dtype: str,
+    reduce: str,
+    num_threads: int = 0,
+) -> npt.NDArray[np.float64]: ...
+def attention_scores(
+    side: ChunkedSide,
+    queries: npt.NDArray[np.float32],
+    *,
+    kernel_size: int,
+    head_dim: int,
+    dtype: str,
+    reduce: str,
+    num_threads: int = 0,
+) -> npt.NDArray[np.float64]: ...

@@ -14,6 +14,7 @@ void register_chunked_side(pybind11::module_& module);
 void register_rotation(pybind11::module_& module);
 void register_run_copy(pybind11::module_& module);
 void register_buffer_pool(pybind11::module_& module);
+void register_scores(pybind11::module_& module);
 
 /// `values` (any array-like of integers) as a C-contiguous array of T.
 template <typename T>

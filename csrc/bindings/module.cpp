@@ -8,4 +8,5 @@ PYBIND11_MODULE(_native, module) {
     lmcache_fast::register_rotation(module);
     lmcache_fast::register_run_copy(module);
     lmcache_fast::register_buffer_pool(module);
+    lmcache_fast::register_scores(module);
 }

@@ -15,6 +15,7 @@ from lmcache_fast.arguments import TokenIds
 from lmcache_fast.edits.plan import EditPlan, check_rotatable
 from lmcache_fast.edits.rope import Rope
 from lmcache_fast.edits.selection import Positions, check_positions, select_tokens
+from lmcache_fast.edits.view import KVView, TensorView
 from lmcache_fast.errors import InvalidInputError
 
 #: Chunk size that edits assume when nobody says which.
@@ -29,7 +30,8 @@ class Edit(ABC):
     on any device. An SDK that knows edits asks for the :meth:`plan` instead and moves the bytes
     itself; both ways give the same bytes.
 
-    Subclasses say in :meth:`select` what is kept.
+    Subclasses say in :meth:`select` what is kept; those that look at the cache to decide, in
+    :meth:`select_from`.
 
     Args:
         rope: how kept keys move to their new positions; None leaves them as they are.
@@ -48,30 +50,56 @@ class Edit(ABC):
             chunk_size: tokens a chunk, None where nobody knows.
         """
 
-    def plan(self, tokens: TokenIds, chunk_size: int | None = None) -> EditPlan:
+    def select_from(self, view: KVView, tokens: TokenIds, chunk_size: int | None) -> Positions:
+        """Return what :meth:`select` does, of a cache that can be looked at.
+
+        Args:
+            view: the cache of ``tokens``, as it is before the edit.
+            tokens: token ids of the sequence.
+            chunk_size: tokens a chunk, None where nobody knows.
+        """
+        return self.select(tokens, chunk_size)
+
+    def plan(
+        self, tokens: TokenIds, chunk_size: int | None = None, view: KVView | None = None
+    ) -> EditPlan:
         """Return what the edit does to one sequence.
 
         Args:
             tokens: token ids of the sequence.
             chunk_size: the server's tokens a chunk, where known.
+            view: the cache of ``tokens``, for edits that look at it.
 
         Raises:
-            InvalidInputError: the selection does not fit the sequence.
+            InvalidInputError: the selection does not fit the sequence, or the edit needs a view and
+                there is none.
         """
         num_tokens = len(tokens)
-        positions = check_positions(
-            f"edits.{self.name}", self.select(tokens, chunk_size), num_tokens
-        )
-        return EditPlan(positions, self.rope, num_tokens)
+        where = f"edits.{self.name}"
+        if view is None:
+            selection = self.select(tokens, chunk_size)
+        elif view.num_tokens != num_tokens:
+            raise InvalidInputError(
+                f"{where}: the cache has {view.num_tokens} tokens; expected {num_tokens}"
+            )
+        else:
+            selection = self.select_from(view, tokens, chunk_size)
+            view.check()
+        return EditPlan(check_positions(where, selection, num_tokens), self.rope, num_tokens)
 
     def __call__(
-        self, kv: torch.Tensor | Mapping[Any, torch.Tensor], tokens: TokenIds
+        self,
+        kv: torch.Tensor | Mapping[Any, torch.Tensor],
+        tokens: TokenIds,
+        queries: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Return the edited cache and its tokens.
 
         Args:
-            kv: ``[planes, L, T, D]``; or tensors by cache kind, of which the one called KV counts.
+            kv: ``[planes, L, T, D]``; or tensors by cache kind, of which those called KV and query
+                count.
             tokens: the ``T`` token ids.
+            queries: ``[1, L, T or more, query heads * head_dim]``, for edits that look at them.
 
         Returns:
             A new tensor ``[planes, L, T', D]`` (``kv`` itself if everything is kept), and the kept
@@ -81,25 +109,45 @@ class Edit(ABC):
             InvalidInputError: kv and tokens do not fit each other, the selection does not fit them,
                 or the cache's keys cannot be rotated.
         """
-        kv = _kv_of(kv)
+        if isinstance(kv, Mapping):
+            queries = _of_kind(kv, "query") if queries is None else queries
+            kv = _of_kind(kv, "kv")
+        if not isinstance(kv, torch.Tensor):
+            raise InvalidInputError(f"edit: kv is {type(kv).__name__}; expected a torch.Tensor")
         if kv.dim() != 4 or kv.shape[2] != len(tokens):
             raise InvalidInputError(
                 f"edit: kv has shape {list(kv.shape)}; expected [planes, layers, {len(tokens)}, "
                 f"width] for {len(tokens)} tokens"
             )
-        plan = self.plan(tokens)
+        view = TensorView(kv.detach())
+        view.queries = None if queries is None else query_view(queries)
+        plan = self.plan(tokens, view=view)
         return apply_plan(plan, kv), select_tokens(tokens, plan.positions)
 
 
-def _kv_of(kv: torch.Tensor | Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    if isinstance(kv, Mapping):
-        for kind, tensor in kv.items():
-            if str(getattr(kind, "value", kind)).lower() == "kv":
-                return _kv_of(tensor)
-        raise InvalidInputError(f"edit: got the kinds {list(kv)}; expected one called KV")
-    if not isinstance(kv, torch.Tensor):
-        raise InvalidInputError(f"edit: kv is {type(kv).__name__}; expected a torch.Tensor")
-    return kv
+def _of_kind(tensors: Mapping[Any, torch.Tensor], name: str) -> Any:
+    for kind, tensor in tensors.items():
+        if str(getattr(kind, "value", kind)).lower() == name:
+            return tensor
+    if name == "query":
+        return None
+    raise InvalidInputError(f"edit: got the kinds {list(tensors)}; expected one called KV")
+
+
+def query_view(queries: torch.Tensor | KVView) -> KVView:
+    """Return queries as a view.
+
+    Raises:
+        InvalidInputError: neither a view of one plane nor a tensor ``[1, L, T, D]``.
+    """
+    if isinstance(queries, torch.Tensor) and queries.dim() == 4:
+        queries = TensorView(queries.detach())
+    if not isinstance(queries, KVView) or queries.planes != 1:
+        what = list(queries.shape) if isinstance(queries, torch.Tensor) else type(queries).__name__
+        raise InvalidInputError(
+            f"edit: queries are {what}; expected a tensor [1, layers, tokens, width]"
+        )
+    return queries
 
 
 def apply_plan(plan: EditPlan, kv: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,7 @@
+#include "score_loops.hpp"
+
+namespace lmcache_fast {
+
+const ScoreKernels kAvx2Scores{"avx2", knorm, keydiff, lag_spread, rank, attention};
+
+}  // namespace lmcache_fast
