@@ -28,7 +28,7 @@ class ClientStats:
         retrieves: calls of ``retrieve``.
         stores: calls of ``store``.
         edits: calls of ``edit``.
-        failures: calls that raised.
+        failures: calls that raised, except for arguments that were refused at once.
         retries: attempts beyond a call's first: the server came back, a lock had run out, or a full
             pool was given time to evict.
         reconnects: times that the connection was opened anew.

@@ -168,8 +168,9 @@ class Connection:
             ClosedError: the connection was closed, or belongs to the process we were forked from.
             ServerGoneError: the server went away since.
         """
-        self._check_open()
+        # While we are closing, what is under way may still end.
         if generation != self.generation or not self._listener.channel.is_open:
+            self._check_open()
             raise ServerGoneError(f"{where}: the server at {self.url} went away meanwhile")
 
     def close(self) -> None:
