@@ -13,7 +13,7 @@ DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint interop bench wheel clean
+.PHONY: demo test lint interop matrix bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
@@ -32,6 +32,9 @@ lint: $(DEV_ENV)
 interop: $(DEV_ENV)
 	$(PYTHON) tests/interop/peer.py $(SERVER_VERSIONS) vllm
 	$(PYTHON) -m pytest tests/interop $(SERVER_VERSIONS:%=--server-version %) $(PYTEST_FLAGS)
+
+matrix: $(DEV_ENV)
+	$(PYTHON) -m tests.interop.matrix --write docs/compatibility.md
 
 bench: $(DEV_ENV)
 	mkdir -p bench/results

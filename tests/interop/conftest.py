@@ -20,14 +20,18 @@ Connect = Callable[..., KVClient]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test over every release, and over shared memory and the fallback.
+    """Run a test over every release, shared memory and the fallback, and both transports.
 
-    The marker ``shared_memory_only`` leaves the fallback out.
+    Of the releases that speak gRPC only the last does here; the matrix has them all. The marker
+    ``shared_memory_only`` leaves the fallback out.
     """
     if "running_server" in metafunc.fixturenames:
         versions = metafunc.config.getoption("--server-version") or peer.CI_VERSIONS
         only = metafunc.definition.get_closest_marker("shared_memory_only")
-        cases = [(v, kind) for v in versions for kind in ("shm", "fallback")[: 1 if only else 2]]
+        kinds = ("shm",) if only else ("shm", "fallback")
+        cases = [(version, kind, "zmq") for version in versions for kind in kinds]
+        grpc = [version for version in versions if "grpc" in peer.transports(version)][-1:]
+        cases += [(version, kind, "grpc") for version in grpc for kind in kinds]
         ids = ["-".join(case) for case in cases]
         metafunc.parametrize("running_server", cases, ids=ids, indirect=True, scope="session")
 
@@ -36,10 +40,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def running_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One of upstream's servers, started for all tests of its release and transport."""
-    version, kind = request.param
+    """One of upstream's servers, started for all tests of its release, memory and transport."""
+    version, kind, transport = request.param
     folder = tmp_path_factory.mktemp("server")
-    with real_server(peer.ensure(version), folder, shared_memory=kind == "shm") as server:
+    options = {"shared_memory": kind == "shm", "transport": transport}
+    with real_server(peer.ensure(version), folder, **options) as server:
         yield server
 
 

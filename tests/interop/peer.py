@@ -20,6 +20,12 @@ BASE_VERSION = "0.5.6"
 CI_VERSIONS = ("0.5.2", "0.5.6", "0.5.7rc2")
 KNOWN_VERSIONS = ("0.5.2", "0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.7rc2")
 
+
+def transports(version: str) -> tuple[str, ...]:
+    """Return what a release can be spoken to over."""
+    return ("zmq", "grpc") if version >= "0.5.6" else ("zmq",)
+
+
 CACHE = Path(
     os.environ.get("LMCACHE_FAST_PEER_CACHE") or Path(tempfile.gettempdir()) / "lmcache-fast-peer"
 )

@@ -30,6 +30,7 @@ class Server:
         shared_memory: whether it keeps its cache in a shared segment.
         chunk_size: tokens a chunk.
         flags: further flags.
+        transport: ``"zmq"`` or ``"grpc"``.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Server:
         shared_memory: bool,
         chunk_size: int = CHUNK,
         flags: tuple[str, ...] = (),
+        transport: str = "zmq",
     ) -> None:
         self.port, http_port = free_ports(2)
         self.version = version
         self.chunk_size = chunk_size
-        self.url = f"tcp://127.0.0.1:{self.port}"
+        self.url = f"{'grpc' if transport == 'grpc' else 'tcp'}://127.0.0.1:{self.port}"
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.log = folder / f"server-{version}-{self.port}.log"
         name = f"lmcache_fast_{os.getpid()}_{uuid.uuid4().hex[:8]}"
@@ -56,6 +58,7 @@ class Server:
             *("--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", chunk_size),
             *("--port", self.port, "--http-port", http_port),
             *(("--shm-name", name, "--no-l1-use-lazy") if shared_memory else ("--shm-name", "")),
+            *(("--transport", transport) if transport != "zmq" else ()),
             *flags,
         ]
         self.start()
@@ -116,6 +119,7 @@ class RealServer(Server):
         shared_memory: whether it keeps its cache in a shared segment.
         chunk_size: tokens a chunk.
         flags: further flags; they win over ours.
+        transport: ``"zmq"`` or ``"grpc"``.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class RealServer(Server):
         shared_memory: bool = True,
         chunk_size: int = CHUNK,
         flags: tuple[str, ...] = (),
+        transport: str = "zmq",
     ) -> None:
         self.peer = peer
         command = (peer.python, "-c", _UPSTREAM, "server")
@@ -132,7 +137,7 @@ class RealServer(Server):
             flags = ("--supported-transfer-mode", "auto", *flags)
         environment = peer.environment()
         super().__init__(
-            peer.version, command, environment, folder, shared_memory, chunk_size, flags
+            peer.version, command, environment, folder, shared_memory, chunk_size, flags, transport
         )
 
 

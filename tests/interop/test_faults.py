@@ -18,11 +18,12 @@ TIMEOUT = 20.0
 
 
 @pytest.fixture
-def mortal_server(tmp_path: Path) -> Iterator[Server]:
-    with real_server(peer.ensure(), tmp_path) as server:
+def mortal_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    with real_server(peer.ensure(), tmp_path, transport=getattr(request, "param", "zmq")) as server:
         yield server
 
 
+@pytest.mark.parametrize("mortal_server", ["zmq", "grpc"], indirect=True)
 def test_a_killed_server_is_an_error_in_bounded_time_and_a_new_one_is_used(
     mortal_server: Server,
 ) -> None:

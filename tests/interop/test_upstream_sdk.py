@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +12,7 @@ from tests.interop.conftest import LAYOUT, MODEL
 from tests.interop.samples import digest, random_kv
 from tests.interop.servers import CHUNK, Server, embedded_server, real_server
 from tests.interop.status_proxy import status_proxy
+from tests.interop.upstream_sdk import run_upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SDK_VERSION = "0.5.6"
@@ -40,29 +37,6 @@ def one_server(
             yield server
 
 
-def run_upstream(server: Server, http_url: str, steps: list[dict[str, Any]]) -> list[Any]:
-    """Let upstream's SDK do ``steps`` in a process of its own; return its answers."""
-    environment = peer.ensure(SDK_VERSION)
-    job = {
-        "url": server.url,
-        "http_url": http_url,
-        "model": MODEL,
-        "dtype": LAYOUT.dtype_name,
-        "steps": steps,
-    }
-    done = subprocess.run(
-        [environment.python, Path(__file__).with_name("upstream_side.py")],
-        input=json.dumps(job),
-        env=environment.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    return [json.loads(line.removeprefix("answer ")) for line in lines]
-
-
 def test_what_one_sdk_stores_the_other_retrieves(one_server: Server) -> None:
     with (
         status_proxy(one_server.http_url, {MODEL: LAYOUT}) as http_url,
@@ -77,8 +51,7 @@ def test_what_one_sdk_stores_the_other_retrieves(one_server: Server) -> None:
             shared = {"tokens": tokens, "shape": LAYOUT.kv_shape(count), "seed": seed}
             steps.append({"action": "retrieve", "salt": f"ours-{count}", **shared})
             steps.append({"action": "store", "salt": f"theirs-{count}", **shared})
-        answers = run_upstream(one_server, http_url, steps)
-        assert len(answers) == len(steps)
+        answers = run_upstream(peer.ensure(SDK_VERSION), one_server.url, http_url, steps)
 
         for seed, count in enumerate(EDGES):
             whole = count // CHUNK * CHUNK

@@ -7,19 +7,28 @@ Standard input: one JSON object with the connection (``url, http_url, model``) a
 import json
 import sys
 
-import lmcache.sdk.kvcache as lmc_sdk
+import lmcache.sdk.kvcache as sdk
 import samples
 import torch
 
 job = json.load(sys.stdin)
-context = lmc_sdk.connect(job["url"], job["http_url"], job["model"], timeout=60.0)
+context = sdk.connect(job["url"], job["http_url"], job["model"], timeout=60.0)
+
+
+def call(name, *arguments):
+    """Do what the context has a method for, or in 0.5.2 the module a function."""
+    if hasattr(context, name):
+        return getattr(context, name)(*arguments)
+    return getattr(sdk, name)(context, *arguments)
+
+
 try:
     for step in job["steps"]:
         if step["action"] == "store":
             kv = samples.random_kv(step["shape"], getattr(torch, job["dtype"]), step["seed"])
-            answer = {"stored": context.store(kv, step["tokens"], step["salt"])}
+            answer = {"stored": call("store", kv, step["tokens"], step["salt"])}
         else:
-            kv = context.retrieve(step["tokens"], step["salt"])
+            kv = call("retrieve", step["tokens"], step["salt"])
             found = kv is not None
             answer = {
                 "shape": list(kv.shape) if found else None,
