@@ -13,12 +13,8 @@ from lmcache_fast.client import KVClient
 from lmcache_fast.errors import LMCacheFastError
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.channel import transport_of
-from lmcache_fast.protocol.server_info import (
-    RegisteredModel,
-    ServerInfo,
-    read_models,
-    read_server_info,
-)
+from lmcache_fast.protocol.registrations import RegisteredModel
+from lmcache_fast.protocol.server_info import ServerInfo, read_models, read_server_info
 
 #: What the round trip uses where no registered model's layout is known: a small one of its own.
 PRIVATE_MODEL = "lmcache_fast-doctor"

@@ -38,7 +38,7 @@ from lmcache_fast.protocol.tokens import PackedTokens
 from tests.unit.protocol_fake import SLOT, Dropped, FakeServer, until
 from tests.unit.protocol_fake_grpc import GrpcFakeServer
 
-LAYOUT = KVLayout(1, 1, 4, "bfloat16", 4)  # type: ignore[arg-type]
+LAYOUT = KVLayout(1, 1, 4, "bfloat16", 4)
 KEY = Key("m", 1, 0, PackedTokens(range(9)), 0, 8, "r")
 DIALECT = GrpcDialect.of(dialect_for("0.5.6"))
 PING = DIALECT.name(Operation.PING)
