@@ -38,7 +38,10 @@ class GrpcFakeServer(FakeServer):
 
     def start(self) -> None:
         """Start serving, on the same port as before."""
-        self._server = grpc.server(ThreadPoolExecutor(8), handlers=[_Handlers(self._serve)])
+        no_limit = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+        self._server = grpc.server(
+            ThreadPoolExecutor(8), handlers=[_Handlers(self._serve)], options=no_limit
+        )
         address = self._address or f"127.0.0.1:{self._port}"
         self._port = self._server.add_insecure_port(address)
         self._server.start()
