@@ -13,7 +13,7 @@ DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint interop matrix bench wheel clean
+.PHONY: demo test lint interop matrix soak fuzz bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
@@ -35,6 +35,14 @@ interop: $(DEV_ENV)
 
 matrix: $(DEV_ENV)
 	$(PYTHON) -m tests.interop.matrix --write docs/compatibility.md
+
+# Minutes of a full server that is killed, stopped and cleared under several clients.
+MINUTES ?= 10
+soak: $(DEV_ENV)
+	$(PYTHON) -m tests.soak.run --minutes $(MINUTES)
+
+fuzz: $(DEV_ENV)
+	$(PYTHON) -m tests.fuzz.run --minutes $(MINUTES)
 
 bench: $(DEV_ENV)
 	mkdir -p bench/results
