@@ -143,7 +143,7 @@ def test_ctrl_c_ends_a_call_that_waits_for_a_server_that_hangs(
 def test_ctrl_c_in_the_users_own_function_stores_nothing(transport: str) -> None:
     mortal = Mortal(transport)
 
-    def choose(total: int, _: int) -> range:
+    def choose(total: int, _: object) -> range:
         signal.raise_signal(signal.SIGINT)
         return range(0, total, 2)
 

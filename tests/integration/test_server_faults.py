@@ -156,7 +156,7 @@ def test_what_a_store_reserved_too_late_is_taken_over_by_the_next(mortal: Mortal
             client.store(pattern(OTHER), OTHER)
         gate.open()
         deadline = time.monotonic() + 30
-        while not client._connection._kept and time.monotonic() < deadline:
+        while not client._connection._reservations._kept and time.monotonic() < deadline:
             time.sleep(0.02)
         mortal.on_request = lambda _: None
         prepared = mortal.seen[Operation.PREPARE_STORE]
