@@ -19,7 +19,7 @@ from lmcache_fast.edits import scores as reference
 from lmcache_fast.edits.policy import Policy, Scores
 from lmcache_fast.edits.scores import Reduce
 from lmcache_fast.edits.view import KVView
-from lmcache_fast.errors import InvalidInputError
+from lmcache_fast.errors import InvalidInputError, SharedMemoryError
 
 if TYPE_CHECKING:
     from lmcache_fast._native import ChunkedSide
@@ -99,7 +99,10 @@ class KeyPolicy(Policy):
         if side is not None:
             dtype = str(view.dtype).removeprefix("torch.")
             how = {"head_dim": head_dim, "dtype": dtype, "reduce": self.reduce}
-            return self._native_scores(view, side, how)
+            try:
+                return self._native_scores(view, side, how)
+            except OSError as error:
+                raise SharedMemoryError(f"edits.{self.name}: {error}") from error
         layers = [self._layer_scores(view, layer, head_dim) for layer in range(view.num_layers)]
         return torch.stack(layers)
 

@@ -92,12 +92,10 @@ class Policy(Edit):
         kept = np.zeros(num_tokens, np.bool_)
         kept[: self.n_sink] = True
         kept[num_tokens // size * size :] = True
-        num_free = num_kept - np.count_nonzero(kept)
-        if num_free > 0:
-            scores = self._one_each(self.scores(view), num_tokens)
-            free = np.flatnonzero(~kept)
-            best_first = np.argsort(-scores[free], kind="stable")
-            kept[free[best_first[:num_free]]] = True
+        free = np.flatnonzero(~kept)
+        num_free = max(0, num_kept - np.count_nonzero(kept))
+        best_first = np.argsort(-self._one_each(self.scores(view), num_tokens)[free], kind="stable")
+        kept[free[best_first[:num_free]]] = True
         return kept
 
     def _one_each(self, scores: Scores, num_tokens: int) -> npt.NDArray[np.float64]:

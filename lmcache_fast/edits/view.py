@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +103,7 @@ class LeaseView(KVView):
 
     def __init__(self, lease: Lease, layout: KVLayout) -> None:
         self._lease = lease
+        self._layout = layout
         self.num_tokens = lease.num_tokens
         self.num_layers = layout.num_layers
         self.planes = layout.planes
@@ -114,29 +116,41 @@ class LeaseView(KVView):
         size = self._lease.chunk_size
         if begin >= end:
             return torch.empty(0, self.width, dtype=self.dtype)
-        reader = self._lease.reader("KVView.rows")
         return torch.cat(
             [
-                reader.chunk(i)[plane, layer, max(begin - i * size, 0) : end - i * size]
+                self._chunks[i][plane, layer, max(begin - i * size, 0) : end - i * size]
                 for i in range(begin // size, -(-end // size))
             ]
         )
 
     @property
     def side(self) -> ChunkedSide | None:
-        """The lease's slots, or the chunks that came in a message."""
+        """The lease's slots; else its chunks, as they came in a message or from several ranks."""
+        self._refuse_opaque()
         if not len(self._lease):
             return None
         side = self._lease.side
         if side is not None or native is None:
             return side
-        reader = self._lease.reader("KVView.side")
-        chunks = [reader.chunk(index) for index in range(len(self._lease))]
+        chunks = self._chunks
         if not all(chunk.is_contiguous() for chunk in chunks):
             return None
         strides = [stride * chunks[0].element_size() for stride in chunks[0].stride()]
         addresses = [chunk.data_ptr() for chunk in chunks]
         return _side(native, chunks, addresses, chunks[0], strides)
+
+    @cached_property
+    def _chunks(self) -> list[torch.Tensor]:
+        self._refuse_opaque()
+        reader = self._lease.reader("LeaseView")
+        return [reader.chunk(index) for index in range(len(self._lease))]
+
+    def _refuse_opaque(self) -> None:
+        if self._layout.rows == "opaque":
+            raise InvalidInputError(
+                "LeaseView: the engine's rows are opaque, no row is one token; expected a layout "
+                "whose rows are tokens where an edit looks at the cache"
+            )
 
     def check(self) -> None:
         """See :meth:`KVView.check`."""
