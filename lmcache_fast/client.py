@@ -292,6 +292,7 @@ class KVClient:
         """
         from lmcache_fast.edits.edit import apply_plan
         from lmcache_fast.edits.plan import compile_plan
+        from lmcache_fast.edits.view import LeaseView
 
         array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
@@ -301,7 +302,8 @@ class KVClient:
             with self._lease(link, array, cache_salt) as source:
                 cached = array[: source.num_tokens]
                 with interruptible():  # the user's own function chooses
-                    plan = edit.plan(cached.tolist(), chunk_size=link.chunk_size)
+                    view = LeaseView(source, self.layout)
+                    plan = edit.plan(cached.tolist(), link.chunk_size, view)
                 compiled = compile_plan(plan, self._connection.rank_layout, link.chunk_size)
                 kept = cached[plan.positions]
                 target = link.whole_chunks(kept)
