@@ -55,9 +55,13 @@ class shielded:
         if not _in_main_thread() or _handler is not None:
             return
         program = signal.getsignal(signal.SIGINT)
+        if isinstance(program, _Handler):  # left by a second Ctrl-C that broke through
+            program = program.program
         if callable(program):
-            self._mine = _handler = _Handler(program)
-            signal.signal(signal.SIGINT, self._mine)
+            mine = _Handler(program)
+            signal.signal(signal.SIGINT, mine)
+            # From here on the first one is held: no Ctrl-C can come between these.
+            self._mine = _handler = mine
 
     def __exit__(
         self,

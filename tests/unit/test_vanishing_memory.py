@@ -128,3 +128,24 @@ mapped[PAGE]
     assert done.returncode == -signal.SIGBUS, done.stderr
     if handler != "default":
         assert "Bus error" in done.stderr
+
+
+def test_a_full_dev_shm_is_an_error() -> None:
+    """A server that does not take its pages beforehand leaves us to find that there are none."""
+    script = """
+from tests.unit.test_vanishing_memory import *
+path = Path("/dev/shm/full")
+with path.open("wb") as file:
+    file.truncate(PAGE * CHUNKS)
+_region, slots, buffer = sides(path)
+try:
+    native.copy_runs(buffer_side(buffer), slots, WHOLE)
+except OSError as error:
+    print(error)
+"""
+    mount = f"mount -t tmpfs -o size={PAGE * 16} tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("may not mount a file system of its own")
+    run = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert "went away under the copy" in done.stdout, done.stderr
