@@ -220,7 +220,7 @@ void attention_scores(const Scoring& scoring, const float* queries, std::int64_t
                std::to_string(kernel_size) + "; expected positive numbers, an odd kernel_size");
     }
     if (tokens <= window) return;
-    const std::int64_t room = (query_heads * window + kQueryTile) * dim;  // floats
+    const std::int64_t room = query_heads * window * dim;  // floats
     const std::int64_t own_bytes = attention_scratch(tokens, rows.heads(), scoring.head_dim);
     const ScoreKernels& kernels = score_kernels();
     run(scoring, scoring.side.shape().layers, own_bytes + 4 * room,

@@ -206,10 +206,12 @@ float total(const Floats& sums) {
 #if defined(__AVX2__)
     const __m256 eight = sums.parts[0];
     const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+    const __m128 two = four + _mm_movehl_ps(four, four);
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     const FloatPart four = sums.parts[0] + sums.parts[1];
-#endif
     return (four[0] + four[2]) + (four[1] + four[3]);
+#endif
 }
 
 /// Added to a number of less than 2^51, rounds it to the nearest integer, ties to even.

@@ -31,7 +31,7 @@ enum class Reduce { kMean, kMax };
 
 /// Queries float32 [num_heads, group * window, padded], the group's heads behind one another.
 struct Queries {
-    const float* values;  // behind them there is room for kQueryTile more
+    const float* values;
     std::int64_t group;
     std::int64_t window;
     std::int64_t kernel_size;
@@ -56,7 +56,7 @@ constexpr std::int64_t lag_spread_scratch(std::int64_t lag, std::int64_t heads,
 }
 constexpr std::int64_t attention_scratch(std::int64_t tokens, std::int64_t heads,
                                          std::int64_t head_dim) {
-    return padded(tokens) * (8 + heads * (8 + 4 * kQueryTile)) + 32 * padded(head_dim);
+    return padded(tokens) * (8 + heads * (8 + 4 * kQueryTile)) + 32 * heads * padded(head_dim);
 }
 
 struct ScoreKernels {

@@ -14,7 +14,6 @@ namespace {
 constexpr double kInfinity = __builtin_inf();
 constexpr std::int64_t kRowsAhead =
     4;  // are fetched, for processors that do not do it by themselves
-constexpr std::int64_t kFewQueries = 4;
 
 template <typename Number>
 void fill(Number* begin, std::int64_t count, Number value) {
@@ -317,127 +316,6 @@ void rank(double* values, std::int64_t count, double* ranks) {
     for (std::int64_t i = 0; i < count; ++i) values[i] = ranks[i] / static_cast<double>(count);
 }
 
-/// Products of the rows' keys and a few queries a head, `heads` apart, to
-/// logits[(head * tile + query) * stride + token].
-template <typename Type>
-void multiply_few(const ScoredRows& keys, const float* queries, std::int64_t apart,
-                  std::int64_t count, std::int64_t tile, float* logits, std::int64_t stride) {
-    const std::int64_t dim = padded(keys.head_dim);
-    Cursor at(keys, 0);
-    for (std::int64_t token = 0; token < keys.num_tokens; ++token, at.next()) {
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            at.prefetch(head, keys.head_dim * Type::kBytes, kRowsAhead);
-            Floats sums[kFewQueries];
-            for (Floats& sum : sums) sum = all<Floats>(0);
-            for_each8<Type>(at.head(head), keys.head_dim, [&](Floats x, std::int64_t i) {
-                for (std::int64_t query = 0; query < kFewQueries; ++query) {
-                    const float* const own = queries + head * apart + query * dim;
-                    sums[query] = sums[query] + load<Floats>(own + i) * x;
-                }
-            });
-            for (std::int64_t query = 0; query < kFewQueries; ++query) {
-                if (query >= count) break;
-                logits[(head * tile + query) * stride + token] = total(sums[query]);
-            }
-        }
-    }
-}
-
-/// The same for more queries: eight keys are made floats, and every query goes over them.
-template <typename Type>
-void multiply_many(const ScoredRows& keys, const float* queries, std::int64_t apart,
-                   std::int64_t count, std::int64_t tile, float* converted, float* logits,
-                   std::int64_t stride) {
-    const std::int64_t dim = padded(keys.head_dim);
-    Cursor at(keys, 0);
-    fill(converted, 8 * dim, 0.0F);
-    for (std::int64_t token = 0; token < keys.num_tokens; token += 8) {
-        const std::int64_t left = keys.num_tokens - token < 8 ? keys.num_tokens - token : 8;
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            Cursor key = at;
-            for (std::int64_t j = 0; j < left; ++j, key.next()) {
-                for_each8<Type>(key.head(head), keys.head_dim, [&](Floats x, std::int64_t i) {
-                    store(converted + j * dim + i, x);
-                });
-            }
-            for (std::int64_t query = 0; query < count; ++query) {
-                const float* const own = queries + head * apart + query * dim;
-                Floats sums[8];
-                for (Floats& sum : sums) sum = all<Floats>(0);
-                for (std::int64_t i = 0; i < dim; i += 8) {
-                    const Floats q = load<Floats>(own + i);
-                    for (int j = 0; j < 8; ++j) {
-                        sums[j] = sums[j] + q * load<Floats>(converted + j * dim + i);
-                    }
-                }
-                float* const to = logits + (head * tile + query) * stride + token;
-                for (int j = 0; j < 8; ++j) to[j] = total(sums[j]);
-            }
-        }
-        for (std::int64_t j = 0; j < left; ++j) at.next();
-    }
-}
-
-/// Adds the attention of one query, which sees `seen` tokens, to `sums` of the first `scored`.
-void add_attention(const float* logits, double scale, std::int64_t seen, std::int64_t scored,
-                   double* weights, double* sums) {
-    for (std::int64_t i = 0; i < seen; i += 8) {
-        store(weights + i, widen(load<Floats>(logits + i)) * scale);
-    }
-    const double factor = softmax(weights, seen);
-    for (std::int64_t i = 0; i < scored; i += 8) {
-        store(sums + i, load<Doubles>(sums + i) + load<Doubles>(weights + i) * factor);
-    }
-}
-
-template <typename Type>
-void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduce,
-                    std::byte* scratch, double* out) {
-    const std::int64_t dim = padded(keys.head_dim);
-    const std::int64_t tokens = keys.num_tokens;
-    const std::int64_t room = padded(tokens);
-    const std::int64_t scored = tokens - queries.window;
-    const std::int64_t all_queries = queries.group * queries.window;
-    const std::int64_t tile = all_queries < kQueryTile ? all_queries : kQueryTile;
-    double* const weights = reinterpret_cast<double*>(scratch);
-    double* const sums = weights + room;  // [heads, room]
-    float* const logits =
-        reinterpret_cast<float*>(sums + keys.num_heads * room);  // [heads, tile, .]
-    float* const converted = logits + keys.num_heads * tile * room;
-    const double scale = 1.0 / square_root(static_cast<double>(keys.head_dim));
-    fill(sums, keys.num_heads * room, 0.0);
-    for (std::int64_t first = 0; first < all_queries; first += tile) {
-        const std::int64_t count = all_queries - first < tile ? all_queries - first : tile;
-        const float* const of_tile = queries.values + first * dim;
-        if (count <= kFewQueries) {
-            multiply_few<Type>(keys, of_tile, all_queries * dim, count, tile, logits, room);
-        } else {
-            multiply_many<Type>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
-                                room);
-        }
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            for (std::int64_t query = 0; query < count; ++query) {
-                add_attention(logits + (head * tile + query) * room, scale,
-                              scored + (first + query) % queries.window + 1, scored, weights,
-                              sums + head * room);
-            }
-        }
-    }
-    const std::int64_t reach = queries.kernel_size / 2;
-    const auto divisor = static_cast<double>(all_queries * queries.kernel_size);
-    for (std::int64_t i = 0; i < scored; ++i) {
-        const std::int64_t begin = i > reach ? i - reach : 0;
-        const std::int64_t end = i + reach + 1 < scored ? i + reach + 1 : scored;
-        HeadReduction heads(reduce);
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            double sum = 0;
-            for (std::int64_t j = begin; j < end; ++j) sum += sums[head * room + j];
-            heads.add(sum / divisor);
-        }
-        out[i] = heads.value();
-    }
-}
-
 void knorm(Element element, const ScoredRows& keys, std::int64_t begin, std::int64_t end,
            Reduce reduce, double* out) {
     switch (element) {
@@ -471,18 +349,6 @@ void lag_spread(Element element, const ScoredRows& rows, std::int64_t begin, std
             return lag_spread_rows<Float16>(rows, begin, lag, scratch, out);
         case Element::kFloat32:
             return lag_spread_rows<Float32>(rows, begin, lag, scratch, out);
-    }
-}
-
-void attention(Element element, const ScoredRows& keys, const Queries& queries, Reduce reduce,
-               std::byte* scratch, double* out) {
-    switch (element) {
-        case Element::kBFloat16:
-            return attention_rows<BFloat16>(keys, queries, reduce, scratch, out);
-        case Element::kFloat16:
-            return attention_rows<Float16>(keys, queries, reduce, scratch, out);
-        case Element::kFloat32:
-            return attention_rows<Float32>(keys, queries, reduce, scratch, out);
     }
 }
 

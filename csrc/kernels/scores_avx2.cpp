@@ -1,4 +1,5 @@
-#include "score_loops.hpp"
+// The scorers for AVX2 and F16C.
+#include "attention_loops.hpp"
 
 namespace lmcache_fast {
 

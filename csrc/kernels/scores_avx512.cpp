@@ -1,4 +1,5 @@
-#include "score_loops.hpp"
+// The scorers for AVX-512 F, BW and VL.
+#include "attention_loops.hpp"
 
 namespace lmcache_fast {
 

@@ -1,4 +1,5 @@
-#include "score_loops.hpp"
+// The scorers for every processor.
+#include "attention_loops.hpp"
 
 namespace lmcache_fast {
 
