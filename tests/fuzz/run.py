@@ -72,7 +72,7 @@ def fuzz_blindly(target: str, seconds: float) -> None:
 
 def fuzz_with_atheris(target: str, seconds: float) -> None:
     """Fuzz one target, led by what it covers."""
-    import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import atheris
 
     with atheris.instrument_imports(include=["lmcache_fast"]):
         from tests.fuzz.targets import TARGETS, seeds
