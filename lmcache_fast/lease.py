@@ -152,7 +152,7 @@ class Lease:
         return self.reader("ChunkView").chunk(index)
 
     def _copy(self, where: str, out: torch.Tensor, first_chunk: int = 0) -> None:
-        with self._counters.timed("seconds_copying"):
+        with shielded(), self._counters.timed("seconds_copying"):
             self.reader(where).copy_to(out, first_chunk)
         # Bytes may have been recycled under the copy: then it is not given away.
         self.check(where)

@@ -105,7 +105,8 @@ def test_ctrl_c_at_any_line_leaves_nothing_behind(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert locked(mortal.server) == 0
     found = client.retrieve(TOKENS)
-    assert found is not None and torch.equal(found, pattern(TOKENS))
+    # (Storing something else at each line may have pushed it out.)
+    assert call == "store" if found is None else torch.equal(found, pattern(TOKENS))
 
 
 @pytest.mark.parametrize(
