@@ -154,11 +154,18 @@ class MessageWriter:
             self._messages.append((key, self._transport.codec.encode(chunks)))
 
     def commit(self) -> bool:
-        """Send the messages, each only after the one before; True if all chunks are there then."""
+        """Send the messages, each only after the one before; True if all chunks are there then.
+
+        Of several ranks' writers the last one has to be committed last.
+        """
         messages, self._messages = self._messages, []
         for key, message in messages:
             if not self._connection.commit_store(key, message):
                 return False
+        # A lookup is about all ranks' shares. With only some of them there it could not be true, and
+        # servers before 0.5.6 would keep it locked: so the last rank's writer asks for all.
+        if self._key.worker_id != self._key.world_size - 1:
+            return True
         # A server says yes as well when it had no room for some of the chunks.
         hit = _lookup(self._connection, self._key, self._transport.chunk_size)
         return hit > self.chunk_indices[-1]

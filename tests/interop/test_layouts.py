@@ -116,11 +116,11 @@ def test_a_cache_of_four_ranks(server: Server, connect: Connect, salt: str, rows
     kv = numbers(layout)
     # As the engine does it: every rank stores its own share, under its own key.
     transport, connection = client._links.current.transport, client._connection
-    for rank in range(4):
+    keys = [rank_key(model, rank, salt, f"{salt}-{rank}") for rank in range(4)]
+    writers = [transport.writer(connection, key, 5) for key in keys]
+    for rank, (key, writer) in enumerate(zip(keys, writers, strict=True)):
         if server.version >= "0.5.6":  # before, a lookup of half a chunk keeps locks on that half
             assert client.lookup(TOKENS, salt) == 0
-        key = rank_key(model, rank, salt, f"{salt}-{rank}")
-        writer = transport.writer(connection, key, 5)
         assert writer is not None
         writer.copy_from(kv[..., rank * HEAD_DIM : (rank + 1) * HEAD_DIM].contiguous())
         writer.commit()
