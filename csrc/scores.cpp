@@ -82,6 +82,7 @@ class Scratch {
 /// Calls body(task, scratch) for all tasks on the pool's threads, `scratch_bytes` for each thread.
 template <typename Body>
 void run(const Scoring& scoring, std::int64_t tasks, std::int64_t scratch_bytes, const Body& body) {
+    if (tasks == 0) return;
     const unsigned wanted = scoring.num_threads != 0 ? scoring.num_threads : default_num_threads();
     const auto threads = static_cast<unsigned>(std::min<std::int64_t>(wanted, tasks));
     // Before anything is touched: a thread of the pool must not throw.
