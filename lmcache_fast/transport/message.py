@@ -162,8 +162,8 @@ class MessageWriter:
         for key, message in messages:
             if not self._connection.commit_store(key, message):
                 return False
-        # A lookup is about all ranks' shares. With only some of them there it could not be true, and
-        # servers before 0.5.6 would keep it locked: so the last rank's writer asks for all.
+        # A lookup is about all ranks' shares. With only some of them there it would find nothing,
+        # and servers before 0.5.6 would keep those locked: the last rank's writer asks for all.
         if self._key.worker_id != self._key.world_size - 1:
             return True
         # A server says yes as well when it had no room for some of the chunks.
