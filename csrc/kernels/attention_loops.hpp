@@ -43,35 +43,47 @@ void multiply_few(const ScoredRows& keys, const float* queries, std::int64_t apa
     }
 }
 
-/// The same for more queries: eight keys are made floats, and every query goes over them.
+/// The same for more queries: eight keys are made floats, and the queries go over them in pairs.
 template <typename Type>
 void multiply_many(const ScoredRows& keys, const float* queries, std::int64_t apart,
-                   std::int64_t count, std::int64_t tile, float* converted, float* logits,
+                   std::int64_t count, std::int64_t tile, float* packed, float* logits,
                    std::int64_t stride) {
     const std::int64_t dim = padded(keys.head_dim);
+    constexpr int kKeys = 4;  // at once: with two queries, as many sums as there are registers for
     Cursor at(keys, 0);
-    fill(converted, 8 * dim, 0.0F);
+    fill(packed, 8 * dim, 0.0F);
     for (std::int64_t token = 0; token < keys.num_tokens; token += 8) {
         const std::int64_t left = keys.num_tokens - token < 8 ? keys.num_tokens - token : 8;
         for (std::int64_t head = 0; head < keys.num_heads; ++head) {
             Cursor key = at;
             for (std::int64_t j = 0; j < left; ++j, key.next()) {
                 for_each8<Type>(key.head(head), keys.head_dim, [&](Floats x, std::int64_t i) {
-                    store(converted + j * dim + i, x);
+                    store(packed + 8 * i + 8 * j, x);
                 });
             }
-            for (std::int64_t query = 0; query < count; ++query) {
-                const float* const own = queries + head * apart + query * dim;
-                Floats sums[8];
-                for (Floats& sum : sums) sum = all<Floats>(0);
-                for (std::int64_t i = 0; i < dim; i += 8) {
-                    const Floats q = load<Floats>(own + i);
-                    for (int j = 0; j < 8; ++j) {
-                        sums[j] = sums[j] + q * load<Floats>(converted + j * dim + i);
+            for (std::int64_t query = 0; query < count; query += 2) {
+                const std::int64_t other = query + 1 < count ? query + 1 : query;
+                const float* const first = queries + head * apart + query * dim;
+                const float* const second = queries + head * apart + other * dim;
+                float* const to = logits + (head * tile + query) * stride + token;
+                float* const to_second = logits + (head * tile + other) * stride + token;
+                for (int from = 0; from < 8; from += kKeys) {
+                    Floats sums[2 * kKeys];
+                    for (Floats& sum : sums) sum = all<Floats>(0);
+                    for (std::int64_t i = 0; i < dim; i += 8) {
+                        const Floats a = load<Floats>(first + i);
+                        const Floats b = load<Floats>(second + i);
+                        for (int j = 0; j < kKeys; ++j) {
+                            const Floats x = load<Floats>(packed + 8 * i + 8 * (from + j));
+                            sums[j] = sums[j] + a * x;
+                            sums[kKeys + j] = sums[kKeys + j] + b * x;
+                        }
+                    }
+                    for (int j = 0; j < kKeys; ++j) {
+                        to[from + j] = total(sums[j]);
+                        to_second[from + j] = total(sums[kKeys + j]);
                     }
                 }
-                float* const to = logits + (head * tile + query) * stride + token;
-                for (int j = 0; j < 8; ++j) to[j] = total(sums[j]);
             }
         }
         for (std::int64_t j = 0; j < left; ++j) at.next();

@@ -20,6 +20,10 @@ class _Chain(Edit):
     name: ClassVar[str] = "chain"
     edits: tuple[Edit, ...]
 
+    @property
+    def needs_queries(self) -> bool:
+        return any(edit.needs_queries for edit in self.edits)
+
     def select(self, tokens: TokenIds, chunk_size: int | None) -> Positions:
         positions = np.arange(len(tokens), dtype=np.int64)
         for edit in self.edits:

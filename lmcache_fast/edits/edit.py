@@ -41,6 +41,11 @@ class Edit(ABC):
     name: ClassVar[str] = "edit"
     rope: Rope | None = field(default=None, kw_only=True)
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the edit looks at the view's queries."""
+        return False
+
     @abstractmethod
     def select(self, tokens: TokenIds, chunk_size: int | None) -> Positions:
         """Return the positions to keep, or a boolean mask over ``tokens``.

@@ -253,6 +253,11 @@ class SnapKV(KeyPolicy):
         return reference.attention(keys, queries, self.kernel_size, self._reduce_heads)
 
     @property
+    def needs_queries(self) -> bool:
+        """See :attr:`Edit.needs_queries`."""
+        return True
+
+    @property
     def _reduce_heads(self) -> Reduce:
         return self.reduce
 

@@ -18,7 +18,7 @@ import torch
 from lmcache_fast.arguments import MAX_TOKEN_ID, TokenIds, check_kv, check_salt, check_tokens
 from lmcache_fast.client import KVClient
 from lmcache_fast.completion import PostCompletion, TokenEvent
-from lmcache_fast.edits import Edit
+from lmcache_fast.edits import Edit, LeaseView, with_queries
 from lmcache_fast.edits.plan import check_chunks_kept
 from lmcache_fast.errors import EditError, EngineError, InvalidInputError, LMCacheFastError
 from lmcache_fast.metrics import StreamPerfMetrics
@@ -308,11 +308,25 @@ class BaseStream(ABC):
         for required, cached in self._wait_cached(
             "modify_kv", ctx, self.tokens, timeout, poll_interval, allow_partial
         ):
-            result = ctx.edit(self.tokens[:cached], edit, self.cache_salt, target_salt=salt)
+            tokens = self.tokens[:cached]
+            with self._given_queries(edit, tokens) as (bound, num_queries):
+                if num_queries < required:  # the engine is still storing them
+                    continue
+                result = ctx.edit(tokens[:num_queries], bound, self.cache_salt, target_salt=salt)
             if result.num_source >= required:
                 self._go_on_from(result.tokens, self.tokens[result.num_source :] + self._suffix)
                 self.cache_salt = salt
                 return
+
+    @contextmanager
+    def _given_queries(self, edit: Edit, tokens: list[int]) -> Iterator[tuple[Edit, int]]:
+        """Yield the edit with the queries that it needs, and of how many tokens there are some."""
+        queries = self._contexts.get(LMCacheSDKCacheKind.QUERY)
+        if not edit.needs_queries or queries is None:
+            yield edit, len(tokens)
+            return
+        with queries.lease(tokens, self.cache_salt) as lease:
+            yield with_queries(edit, LeaseView(lease, queries.layout)), lease.num_tokens
 
     def _store(self, ctx: KVClient, kv: torch.Tensor, tokens: list[int], suffix: list[int]) -> None:
         is_edit = ctx is self._contexts.get(LMCacheSDKCacheKind.KV)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 
 from lmcache_fast import KVClient, KVLayout, edits
 from lmcache_fast.errors import InvalidInputError, LeaseExpiredError
+from lmcache_fast.sdk import kvcache, qcache, request
 from lmcache_fast.serve.server import EmbeddedServer
 from tests.integration.conftest import CHUNK, LAYOUT, Connect
 
 TOKENS = list(range(300, 300 + 6 * CHUNK))
 HEADS: dict[str, Any] = {"chunk_size": CHUNK, "head_dim": LAYOUT.head_dim}
+QUERY_LAYOUT = replace(LAYOUT, num_kv_heads=2 * LAYOUT.num_kv_heads, planes=1)
 POLICIES = [
     (edits.StreamingLLM, {}),
     (edits.Random, {}),
@@ -76,9 +80,7 @@ def test_a_policy_of_ones_own_and_a_chain_see_the_servers_chunks(client: KVClien
 @pytest.mark.parametrize("transport", ["shm", "inline"], indirect=True)
 def test_queries_may_lie_in_a_lease_of_their_own(connect: Connect) -> None:
     queries = random_queries()
-    layout = KVLayout(
-        LAYOUT.num_layers, 2 * LAYOUT.num_kv_heads, LAYOUT.head_dim, "bfloat16", planes=1
-    )
+    layout = QUERY_LAYOUT
     policy = edits.SnapKV(0.5, window_size=5)
     plain = edits.SnapKV(0.5, window_size=5, **HEADS)
     with (
@@ -94,6 +96,25 @@ def test_queries_may_lie_in_a_lease_of_their_own(connect: Connect) -> None:
                 edits.with_queries(policy, view),
                 edits.with_queries(plain, queries),
             )
+
+
+@pytest.mark.parametrize("transport", ["shm", "inline"], indirect=True)
+def test_a_stream_gives_a_policy_the_queries_of_its_query_context(server: EmbeddedServer) -> None:
+    kv, queries = random_kv(), random_queries()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no shared memory.*")
+        contexts = [
+            kvcache.connect(server.url, server.http_url, "model", 30.0, layout=LAYOUT),
+            qcache.connect(server.url, server.http_url, "model", 30.0, layout=QUERY_LAYOUT),
+        ]
+    with contexts[0] as kv_context, contexts[1] as query_context:
+        kv_context.store(kv, TOKENS)
+        query_context.store(queries, TOKENS)
+        for policy in (edits.SnapKV, edits.TOVA):
+            stream = request.create_request(contexts, lambda *_: iter(()), TOKENS)
+            _, kept = policy(0.5, **HEADS)(kv, TOKENS, queries=queries)
+            stream.modify_kv(edits.chain(edits.keep(range(len(TOKENS))), policy(0.5)))
+            assert list(stream.tokens) == kept
 
 
 @pytest.mark.parametrize("transport", ["shm"], indirect=True)
