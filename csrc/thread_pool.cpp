@@ -67,8 +67,9 @@ ThreadPool& ThreadPool::instance() {
 
 void ThreadPool::run(unsigned threads, std::size_t tasks, const Body& body) {
     TaskQueue queue(tasks);
-    const auto helpers = static_cast<unsigned>(
-        std::min<std::size_t>(std::min(threads, kMaxThreads), std::max<std::size_t>(tasks, 1)) - 1);
+    threads = std::clamp(threads, 1U, kMaxThreads);  // the caller itself is one of them
+    const auto helpers =
+        static_cast<unsigned>(std::min<std::size_t>(threads, std::max<std::size_t>(tasks, 1)) - 1);
     std::unique_lock<std::mutex> mine(callers_, std::defer_lock);
     if (helpers == 0 || !mine.try_lock()) {
         body(queue);
