@@ -13,7 +13,7 @@ DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint interop matrix soak fuzz bench wheel clean
+.PHONY: demo test lint docs interop matrix soak fuzz bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
@@ -28,6 +28,10 @@ lint: $(DEV_ENV)
 	$(PYTHON) -m mypy.stubtest lmcache_fast._native \
 		--allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist
 	$(dir $(PYTHON))clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+# The documentation as a site in build/site. A link or an anchor that leads nowhere is an error.
+docs: $(DEV_ENV)
+	$(PYTHON) -m mkdocs build
 
 interop: $(DEV_ENV)
 	$(PYTHON) tests/interop/peer.py $(SERVER_VERSIONS) vllm
