@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,46 @@ def test_logprobs_can_name_tokens_by_id(client: TestClient) -> None:
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_the_likeliest_tokens_come_with_each_token(client: TestClient, count: int) -> None:
+    drawn = body(return_tokens_as_token_ids=True, temperature=5.0, seed=3)
+    some, every = (
+        client.post("/v1/completions", json={**drawn, "logprobs": n}).json()["choices"][0]
+        for n in (count, -1)
+    )
+    assert some["logprobs"]["tokens"] == every["logprobs"]["tokens"]
+    for token, top, whole in zip(
+        some["logprobs"]["tokens"],
+        some["logprobs"]["top_logprobs"],
+        every["logprobs"]["top_logprobs"],
+        strict=True,
+    ):
+        assert len(whole) == CONFIG.vocab_size
+        assert sum(map(math.exp, whole.values())) == pytest.approx(1, abs=1e-5)
+        best_first = sorted(whole, key=lambda name: -whole[name])
+        assert top == {name: whole[name] for name in {token, *best_first[:count]}}
+
+
+def test_streamed_logprobs_are_those_of_the_whole_reply(client: TestClient) -> None:
+    whole = client.post("/v1/completions", json=body(logprobs=2)).json()["choices"][0]["logprobs"]
+    reply = client.post("/v1/completions", json=body(logprobs=2, stream=True))
+    pieces = [
+        json.loads(event)["choices"][0]["logprobs"]
+        for event in events_of(reply.text)
+        if event != "[DONE]"
+    ]
+    assert {name: [each for piece in pieces for each in piece[name]] for name in whole} == whole
+    assert whole["text_offset"][:2] == [0, len(whole["tokens"][0])]
+
+
+def test_a_texts_tokens_can_be_asked_for(client: TestClient) -> None:
+    reply = client.post("/tokenize", json={"model": "a-model", "prompt": "t5 t17"}).json()
+    assert reply == {"tokens": [5, 17], "count": 2, "max_model_len": 100}
+    reply = client.post("/tokenize", json={"prompt": [1]})
+    assert (reply.status_code, "expected a string" in reply.text) == (400, True)
+    assert client.post("/tokenize", content=b"{").status_code == 400
+
+
 def test_a_text_prompt_is_read_back_as_the_tokens_it_was_written_from(client: TestClient) -> None:
     assert tokens_of(text_of(5) + text_of(17), 512) == (5, 17)
     assert all(0 <= token < 512 for token in tokens_of("any other words t", 512))
@@ -116,6 +157,9 @@ def test_a_text_prompt_is_read_back_as_the_tokens_it_was_written_from(client: Te
         ({"temperature": -1}, "temperature is -1"),
         ({"stream": "yes"}, "stream is 'yes'"),
         ({"n": 2}, "n is 2"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"logprobs": 513}, "logprobs is 513; expected 0 to 512"),
+        ({"logprobs": -2}, "logprobs is -2"),
         ({"cache_salt": "a@b"}, "cache_salt 'a@b'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The engine's HTTP side: ``/v1/completions``, ``/v1/models`` and ``/health``."""
+"""The engine's HTTP side: ``/v1/completions``, ``/v1/models``, ``/tokenize`` and ``/health``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lmcache_fast.serve.engine.completions import (
     CompletionRequest,
     CompletionWriter,
     parse_request,
+    parse_text,
 )
 from lmcache_fast.serve.engine.scheduler import Generated, GenerationRequest, Scheduler
 
@@ -66,6 +67,14 @@ def make_app(
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
+    async def tokenize(request: Request) -> Response:
+        try:
+            tokens = parse_text(json.loads(await request.body()), vocab_size)
+        except ValueError as error:
+            return _error(400, str(error))
+        budget = scheduler.kv_budget_tokens
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": budget})
+
     async def health(request: Request) -> Response:
         return Response(status_code=200 if scheduler.is_healthy else 503)
 
@@ -73,6 +82,7 @@ def make_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models),
+            Route("/tokenize", tokenize, methods=["POST"]),
             Route("/health", health),
         ]
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -68,7 +69,7 @@ def parse_request(body: Any, vocab_size: int) -> CompletionRequest:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidInputError(f"model is {model!r}; expected a string")
-    logprobs = body.get("logprobs")
+    logprobs = None if body.get("logprobs") is None else _integer(body, "logprobs", 0)
     return CompletionRequest(
         generation=GenerationRequest(
             prompt=_prompt(body.get("prompt"), vocab_size),
@@ -77,14 +78,27 @@ def parse_request(body: Any, vocab_size: int) -> CompletionRequest:
             ignore_eos=_flag(body, "ignore_eos"),
             temperature=temperature,
             seed=None if seed is None else _integer(body, "seed", 0) % 2**63,
+            num_logprobs=logprobs or 0,
         ),
         model=model,
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
         return_token_ids=_flag(body, "return_token_ids"),
-        logprobs=logprobs is not None and logprobs is not False,
+        logprobs=logprobs is not None,
         tokens_as_token_ids=_flag(body, "return_tokens_as_token_ids"),
     )
+
+
+def parse_text(body: Any, vocab_size: int) -> tuple[int, ...]:
+    """Read the body of a request for the tokens of a text.
+
+    Raises:
+        InvalidInputError: there is no text in it.
+    """
+    prompt = body.get("prompt") if isinstance(body, Mapping) else None
+    if not isinstance(prompt, str):
+        raise InvalidInputError(f"prompt is {type(prompt).__name__}; expected a string")
+    return tokens_of(prompt, vocab_size)
 
 
 def _prompt(prompt: Any, vocab_size: int) -> tuple[int, ...]:
@@ -142,7 +156,9 @@ class CompletionWriter:
         self, request: CompletionRequest, model_name: str, tokens_as_token_ids: bool
     ) -> None:
         self._request = request
-        self._tokens_as_token_ids = tokens_as_token_ids or request.tokens_as_token_ids
+        as_ids = tokens_as_token_ids or request.tokens_as_token_ids
+        self._name_of: Callable[[int], str] = "token_id:{}".format if as_ids else text_of
+        self._text_length = 0
         self._head = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
@@ -163,23 +179,30 @@ class CompletionWriter:
         return {**self._head, "choices": [self._choice(tokens)], "usage": self._usage(tokens)}
 
     def _choice(self, tokens: Sequence[Generated]) -> dict[str, Any]:
+        texts = [text_of(token.token_id) for token in tokens]
         choice: dict[str, Any] = {
             "index": 0,
-            "text": "".join(text_of(token.token_id) for token in tokens),
+            "text": "".join(texts),
             "logprobs": None,
             "finish_reason": tokens[-1].finish_reason,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
         if self._request.logprobs:
-            form = "token_id:{}" if self._tokens_as_token_ids else "t{} "
+            ends = list(accumulate(map(len, texts), initial=self._text_length))
+            self._text_length = ends.pop()
             choice["logprobs"] = {
-                "tokens": [form.format(token.token_id) for token in tokens],
+                "tokens": [self._name_of(token.token_id) for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": None,
-                "text_offset": [],
+                "top_logprobs": [self._top_logprobs(token) for token in tokens],
+                "text_offset": ends,
             }
         return choice
+
+    def _top_logprobs(self, token: Generated) -> dict[str, float]:
+        """The token itself, and the likeliest ones: one more than asked for if it is not among."""
+        logprobs = {token.token_id: token.logprob, **dict(token.likeliest)}
+        return {self._name_of(token_id): logprob for token_id, logprob in logprobs.items()}
 
     def _usage(self, tokens: Sequence[Generated]) -> dict[str, Any]:
         prompt = len(self._request.generation.prompt)

@@ -37,6 +37,7 @@ class GenerationRequest:
         ignore_eos: go on after the end-of-sequence token.
         temperature: 0 takes the likeliest token, above it draws.
         seed: of the draws; None for any.
+        num_logprobs: how many of the likeliest tokens to tell with each token; -1 for all.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +46,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     temperature: float = 0.0
     seed: int | None = None
+    num_logprobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,15 @@ class Generated:
         logprob: its logarithmic probability before any temperature.
         cached_tokens: how many tokens of the prompt came from the cache.
         finish_reason: ``"length"`` or ``"stop"`` on the last token, else None.
+        likeliest: the likeliest tokens and their logarithmic probabilities, the likeliest first,
+            as many as were asked for.
     """
 
     token_id: int
     logprob: float
     cached_tokens: int
     finish_reason: str | None
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 #: Called from the scheduler's thread for each token, or once with what went wrong.
@@ -144,6 +149,10 @@ class Scheduler:
                 )
         if request.max_tokens < 1:
             raise InvalidInputError(f"max_tokens is {request.max_tokens}; expected at least 1")
+        if not -1 <= request.num_logprobs <= vocabulary:
+            raise InvalidInputError(
+                f"logprobs is {request.num_logprobs}; expected 0 to {vocabulary}, or -1 for all"
+            )
         sequence = Sequence(request, listener, list(request.prompt))
         if sequence.capacity > self.kv_budget_tokens:
             raise InvalidInputError(
@@ -259,10 +268,9 @@ class Scheduler:
             if sequence.request.temperature > 0:
                 weights = torch.softmax(logits[row] / sequence.request.temperature, -1)
                 token = int(torch.multinomial(weights, 1, generator=sequence.generator))
-            logprob = float(logits[row, token] - logits[row].logsumexp(-1))
-            self._take(sequence, token, logprob)
+            self._take(sequence, token, logits[row].log_softmax(-1))
 
-    def _take(self, sequence: Sequence, token: int, logprob: float) -> None:
+    def _take(self, sequence: Sequence, token: int, logprobs: torch.Tensor) -> None:
         """Add a generated token; save and let go of a sequence that is done."""
         request = sequence.request
         reason = None
@@ -277,7 +285,12 @@ class Scheduler:
             self._running.remove(sequence)
             sequence.kv = None
         if not sequence.cancelled:
-            sequence.listener(Generated(token, logprob, sequence.cached, reason))
+            count = request.num_logprobs if request.num_logprobs >= 0 else len(logprobs)
+            best = logprobs.topk(count)
+            likeliest = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            sequence.listener(
+                Generated(token, float(logprobs[token]), sequence.cached, reason, likeliest)
+            )
 
     def _save(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
