@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -140,10 +142,23 @@ def _client(http_url: str, timeout: float) -> httpx.Client:
         )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        # Proxies of the environment are for the internet, not for a cache server next door.
-        return httpx.Client(base_url=http_url, timeout=timeout, headers=headers, trust_env=False)
+        url = httpx.URL(http_url)
+        return httpx.Client(
+            base_url=url,
+            timeout=timeout,
+            headers=headers,
+            verify=_certificates() if url.scheme == "https" else False,  # plain HTTP has none
+            # Proxies of the environment are for the internet, not for a cache server next door.
+            trust_env=False,
+        )
     except (httpx.InvalidURL, ValueError, TypeError) as error:
         raise ConnectError(f"{http_url!r} is no HTTP address: {error}") from error
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """The authorities to trust, read once: that takes longer than all else about connecting."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _get(client: httpx.Client, path: str) -> Any:

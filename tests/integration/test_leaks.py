@@ -59,6 +59,7 @@ def test_calls_that_go_well_leak_nothing(kind: str) -> None:
         assert not client._connection._sessions and not client._connection._endings
 
 
+@pytest.mark.timeout(1800)
 def test_opening_and_closing_leaks_nothing() -> None:
     with start_server("shm") as server:
         for number in range(ROUNDS // 10):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -130,3 +131,13 @@ def test_answers_of_another_form_are_errors_of_ours(
     except LMCacheFastError:
         return
     assert isinstance(answer, dict) and page == "/status"
+
+
+def test_certificates_are_checked_over_https_and_not_read_otherwise() -> None:
+    server_info._certificates.cache_clear()
+    with server_info._client("http://127.0.0.1:1", 1):
+        assert server_info._certificates.cache_info().currsize == 0
+    with server_info._client("HTTPS://127.0.0.1:1", 1) as client:
+        context = client._transport._pool._ssl_context  # type: ignore[attr-defined]
+        assert context is server_info._certificates()
+        assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
