@@ -29,6 +29,9 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "lmcache_fast.serve.demo.command", "measure what dropping half of the KV gains", "demo"
     ),
+    "sweep": Command(
+        "lmcache_fast.sweep.command", "measure what policies gain and what they change", "demo"
+    ),
     "doctor": Command("lmcache_fast.doctor", "check a server as a client would use it"),
     "bench": Command("lmcache_fast.bench", "measure store and retrieve against a server", "bench"),
 }

@@ -1,0 +1,1 @@
+"""Policies × compression ratios through an engine: gain and cost."""
