@@ -115,6 +115,8 @@ class ZmqChannel:
         self._socket.sndhwm = self._socket.rcvhwm = 0  # submit() never blocks
         self._socket.reconnect_ivl = -1
         # A dead host is noticed by the kernel; a stopped process still answers it, and is slow.
+        # Without the first of these it would go on sending what is not confirmed for 15 minutes.
+        self._socket.set(zmq.TCP_MAXRT, 30_000)
         self._socket.tcp_keepalive = 1
         self._socket.tcp_keepalive_idle = 30
         self._socket.tcp_keepalive_intvl = 10

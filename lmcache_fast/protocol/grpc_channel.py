@@ -31,6 +31,12 @@ _OPTIONS = (
     ("grpc.client_idle_timeout_ms", 2**31 - 1),
     # Proxies of the environment are for the internet, not for a cache server next door.
     ("grpc.enable_http_proxy", 0),
+    # A dead host is noticed by the kernel, by what is sent to it and not confirmed for this long:
+    # the heartbeat sends something every 30 s, and a stopped process still confirms. gRPC asks the
+    # kernel for that only if its own pings are on. Those cannot tell a dead host from a stopped
+    # process, and servers end connections that bring many, so they come once a day.
+    ("grpc.keepalive_timeout_ms", 30_000),
+    ("grpc.keepalive_time_ms", 24 * 3600 * 1000),
 )
 #: By this the server tells clients apart; it handles the transfers of each in order.
 _CLIENT_ID = "lmcache-client-id-bin"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +39,16 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.005)
+
+
+def confirmation_limits(port: int) -> list[int]:
+    """How long each of our connections to a port may go unconfirmed, in milliseconds."""
+    limits = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as ours:
+            if ours.getpeername()[1:2] == (port,):
+                limits.append(ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return limits
 
 
 class FakeServer:

@@ -13,7 +13,7 @@ from lmcache_fast.errors import ClosedError, ConnectError, ServerGoneError
 from lmcache_fast.protocol.channel import ZmqChannel
 from lmcache_fast.protocol.dialect import dialect_for
 from lmcache_fast.protocol.operations import NUMBERS, Operation
-from tests.unit.protocol_fake import Dropped, FakeServer, until
+from tests.unit.protocol_fake import Dropped, FakeServer, confirmation_limits, until
 
 PING = NUMBERS[Operation.PING]
 PING_PAYLOADS = dialect_for("0.5.6").instance(None)
@@ -84,6 +84,11 @@ def test_when_the_server_goes_calls_fail_and_the_channel_never_reconnects(
     with pytest.raises(ServerGoneError):
         channel.submit(PING, PING_PAYLOADS)
     assert server.seen == []
+
+
+def test_a_dead_host_is_for_the_kernel_to_notice(server: FakeServer, channel: ZmqChannel) -> None:
+    assert channel.submit(PING, PING_PAYLOADS).result(30) == b"\xc3"
+    assert confirmation_limits(int(server.url.rpartition(":")[2])) == [30_000]
 
 
 def test_a_port_where_nobody_listens_is_an_error_at_once() -> None:

@@ -35,7 +35,7 @@ from lmcache_fast.protocol.messages import Key
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.server_info import read_server_info
 from lmcache_fast.protocol.tokens import PackedTokens
-from tests.unit.protocol_fake import SLOT, Dropped, FakeServer, until
+from tests.unit.protocol_fake import SLOT, Dropped, FakeServer, confirmation_limits, until
 from tests.unit.protocol_fake_grpc import GrpcFakeServer
 
 LAYOUT = KVLayout(1, 1, 4, "bfloat16", 4)
@@ -187,6 +187,13 @@ def test_an_idle_channel_notices_that_the_server_went(
     assert channel.is_open
     old_server.stop()
     until(lambda: not channel.is_open, "the loss to be noticed")
+
+
+def test_a_dead_host_is_for_the_kernel_to_notice(
+    old_server: GrpcFakeServer, channel: GrpcChannel
+) -> None:
+    assert ping(channel).result(30) == b"\xc3"
+    assert confirmation_limits(old_server._port) == [30_000]
 
 
 def test_closing_fails_what_is_missing(old_server: GrpcFakeServer, channel: GrpcChannel) -> None:
