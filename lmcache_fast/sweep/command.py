@@ -162,6 +162,7 @@ def _run_embedded(args: argparse.Namespace, children: ChildGroup) -> int:
         pool_bytes=1 << 30,
         kv_budget_tokens=args.kv_budget_tokens or (budget if args.prompts is None else _BUDGET),
         seed=args.seed,
+        store_queries=True,
     )
     rope = Rope(config.head_dim, config.rope_theta)
     if args.logprobs is None:

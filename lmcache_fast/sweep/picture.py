@@ -30,5 +30,5 @@ def draw(result: Result, path: Path) -> None:
         axes.set_title(label, fontsize=10)
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].legend(fontsize=8, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
     figure.savefig(path, dpi=150)

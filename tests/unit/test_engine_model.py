@@ -47,6 +47,30 @@ def test_logits_are_those_of_transformers_qwen3(model: Model) -> None:
     torch.testing.assert_close(ours[0], theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_queries_and_keys_give_the_attention_of_transformers_qwen3(model: Model) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(**dataclasses.asdict(CONFIG), tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    reference = transformers.Qwen3ForCausalLM(config).eval()
+    reference.load_state_dict(random_weights(CONFIG, seed=1))
+    tokens = tokens_of(30)
+    kv = empty_kv(30)
+    queries = torch.zeros(CONFIG.query_layout(torch.float32).kv_shape(30))
+    model.prefill(tokens[:16], kv, 0, queries)
+    model.prefill(tokens[16:-1], kv, 16, queries)
+    model.decode([int(tokens[-1])], [kv], [29], [queries])
+    with torch.inference_mode():
+        theirs = reference(tokens[None], output_attentions=True).attentions
+    groups = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
+    for layer in range(CONFIG.num_hidden_layers):
+        rotated = queries[0, layer].view(30, -1, CONFIG.head_dim).transpose(0, 1)
+        keys = kv[0, layer].view(30, -1, CONFIG.head_dim).transpose(0, 1)
+        products = rotated @ keys.repeat_interleave(groups, 0).transpose(1, 2)
+        products += torch.full((30, 30), -torch.inf).triu(1)
+        ours = (products / CONFIG.head_dim**0.5).softmax(-1)
+        torch.testing.assert_close(ours, theirs[layer][0], rtol=1e-4, atol=1e-4)
+
+
 def test_a_loaded_prefix_gives_the_same_bits_as_a_computed_one(model: Model) -> None:
     tokens = tokens_of(70)
     whole, resumed = empty_kv(80), empty_kv(80)

@@ -58,16 +58,16 @@ class CountingModel(Model):
         self.go_on.set()
         self.fail = False
 
-    def prefill(self, tokens: torch.Tensor, kv: torch.Tensor, start: int) -> None:
+    def prefill(self, tokens, kv, start, queries=None):  # type: ignore[no-untyped-def]
         self.prefilled += len(tokens)
-        super().prefill(tokens, kv, start)
+        super().prefill(tokens, kv, start, queries)
 
-    def decode(self, tokens, kvs, lengths):  # type: ignore[no-untyped-def]
+    def decode(self, tokens, kvs, lengths, queries=()):  # type: ignore[no-untyped-def]
         assert self.go_on.wait(30)
         if self.fail:
             raise RuntimeError("out of order")
         self.batches.append(len(tokens))
-        return super().decode(tokens, kvs, lengths)
+        return super().decode(tokens, kvs, lengths, queries)
 
 
 @pytest.fixture
@@ -143,6 +143,26 @@ def test_chunks_that_generation_fills_are_saved_too(
     known = prompt + tuple(t.token_id for t in tokens)[:-1]  # nothing needed the last one's KV
     assert {len(key[1]) for key in cache.chunks} == {CHUNK, 2 * CHUNK}
     assert all(known[: len(key[1])] == key[1] for key in cache.chunks)
+
+
+def test_queries_are_saved_beside_the_kv_of_what_is_computed_from_its_beginning(
+    model: CountingModel, cache: MemoryCache
+) -> None:
+    queries = MemoryCache()
+    scheduler = Scheduler(model, cache, kv_budget_tokens=200, query_cache=queries)
+    try:
+        prompt = prompt_of(2 * CHUNK + 3)
+        generate(scheduler, prompt, max_tokens=CHUNK)
+        assert queries.chunks.keys() == cache.chunks.keys() and len(cache.chunks) == 3
+        width = CONFIG.num_attention_heads * CONFIG.head_dim
+        shape = (1, CONFIG.num_hidden_layers, CHUNK, width)
+        assert {chunk.shape for chunk in queries.chunks.values()} == {shape}
+        longer = prompt[: 2 * CHUNK] + prompt_of(2 * CHUNK, seed=1)
+        assert generate(scheduler, longer)[0].cached_tokens == 2 * CHUNK
+        assert len(cache.chunks) == 5 and len(queries.chunks) == 3
+    finally:
+        scheduler.close()
+    assert queries.closed
 
 
 def test_salts_keep_prefixes_apart(scheduler: Scheduler) -> None:

@@ -40,8 +40,11 @@ def start_parts(
     pool_bytes: int,
     kv_budget_tokens: int,
     seed: int,
+    store_queries: bool = False,
 ) -> Parts:
     """Start a server and an engine on free ports, and wait until both are ready.
+
+    With ``store_queries`` the engine stores query caches beside those of keys and values.
 
     Raises:
         ChildError: one of them did not start; with what it printed.
@@ -63,6 +66,7 @@ def start_parts(
             *("--port", "0", "--url", url, "--http-url", http_url),
             *("--model", model, "--seed", str(seed)),
             *("--kv-budget-tokens", str(kv_budget_tokens)),
+            *(["--store-queries"] if store_queries else []),
         ],
     )
     line = engine.wait_for_line("lmcache-fast engine ready on ", READY_TIMEOUT)

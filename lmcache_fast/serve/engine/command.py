@@ -10,7 +10,7 @@ import socket
 import torch
 import uvicorn
 
-from lmcache_fast.layout import parse_dtype
+from lmcache_fast.layout import KVLayout, parse_dtype
 from lmcache_fast.serve.engine.app import make_app
 from lmcache_fast.serve.engine.cache import NoCache, PrefixCache, ServerCache
 from lmcache_fast.serve.engine.model import PRESETS, Model, random_weights
@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-timeout", type=float, default=30.0, help="seconds to wait for the cache server"
     )
     parser.add_argument(
+        "--store-queries", action="store_true", help="store the queries of what is computed, too"
+    )
+    parser.add_argument(
         "--return-tokens-as-token-ids",
         action="store_true",
         help="write tokens in logprobs as token_id:N",
@@ -71,19 +74,12 @@ def run(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype)
     model = Model(config, random_weights(config, args.seed))
     cache: PrefixCache = NoCache()
+    query_cache: PrefixCache | None = None
     if args.url:
-        from lmcache_fast.client import KVClient
-
-        cache = ServerCache(
-            KVClient(
-                args.url,
-                args.http_url,
-                name,
-                layout=config.layout(dtype),
-                timeout=args.cache_timeout,
-            )
-        )
-    scheduler = Scheduler(model, cache, args.kv_budget_tokens, dtype)
+        cache = _server_cache(args, name, config.layout(dtype))
+        if args.store_queries:
+            query_cache = _server_cache(args, f"{name}##query", config.query_layout(dtype))
+    scheduler = Scheduler(model, cache, args.kv_budget_tokens, dtype, query_cache)
     try:
         with socket.create_server((args.host, args.port)) as listener:
             app = make_app(scheduler, name, config.vocab_size, args.return_tokens_as_token_ids)
@@ -101,3 +97,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         scheduler.close()
     return 0
+
+
+def _server_cache(args: argparse.Namespace, name: str, layout: KVLayout) -> ServerCache:
+    from lmcache_fast.client import KVClient
+
+    return ServerCache(
+        KVClient(args.url, args.http_url, name, layout=layout, timeout=args.cache_timeout)
+    )

@@ -40,6 +40,12 @@ class ModelConfig:
             self.num_hidden_layers, self.num_key_value_heads, self.head_dim, dtype, block_size=16
         )
 
+    def query_layout(self, dtype: torch.dtype) -> KVLayout:
+        """The layout of this model's query cache with elements of ``dtype``: one plane."""
+        return KVLayout(
+            self.num_hidden_layers, self.num_attention_heads, self.head_dim, dtype, 16, planes=1
+        )
+
 
 #: The models that the engine can make up.
 PRESETS: dict[str, ModelConfig] = {
@@ -123,7 +129,13 @@ class Model:
         self._kv_heads_shape = (config.num_key_value_heads, config.head_dim)
 
     @torch.inference_mode()
-    def prefill(self, tokens: torch.Tensor, kv: torch.Tensor, start: int) -> None:
+    def prefill(
+        self,
+        tokens: torch.Tensor,
+        kv: torch.Tensor,
+        start: int,
+        queries: torch.Tensor | None = None,
+    ) -> None:
         """Compute the KV of ``tokens`` ``[n]`` at positions ``start`` to ``start + n``.
 
         Args:
@@ -131,22 +143,30 @@ class Model:
             kv: ``[2, L, capacity, D]``, filled up to ``start``; rows ``start`` to ``start + n`` are
                 written.
             start: how many tokens precede.
+            queries: ``[1, L, capacity, heads * head_dim]``, where the same rows are to be written
+                with the rotated queries; None to keep none.
         """
         end = start + len(tokens)
         positions = torch.arange(start, end)
         visible = torch.arange(end) <= positions[:, None]
 
         def attend(
-            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+            layer: int, rotated: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
         ) -> torch.Tensor:
             self._write(kv, layer, slice(start, end), keys, values)
-            return self._attention(queries, kv, layer, end, visible)
+            if queries is not None:
+                queries[0, layer, start:end] = rotated.flatten(1)
+            return self._attention(rotated, kv, layer, end, visible)
 
         self._forward(tokens, positions, attend, kv_only=True)
 
     @torch.inference_mode()
     def decode(
-        self, tokens: Sequence[int], kvs: Sequence[torch.Tensor], lengths: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        kvs: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+        queries: Sequence[torch.Tensor | None] = (),
     ) -> torch.Tensor:
         """Compute one more token of each sequence.
 
@@ -154,19 +174,23 @@ class Model:
             tokens: the token that each sequence goes on with.
             kvs: each sequence's ``[2, L, capacity, D]``; the row at its length is written.
             lengths: how many tokens of each sequence's KV are there.
+            queries: as in :meth:`prefill`, for each sequence, or for none.
 
         Returns:
             The logits ``[sequences, vocabulary]`` of the tokens after these.
         """
 
         def attend(
-            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+            layer: int, rotated: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
         ) -> torch.Tensor:
             rows = []
             for index, (kv, length) in enumerate(zip(kvs, lengths, strict=True)):
                 one = slice(index, index + 1)
                 self._write(kv, layer, slice(length, length + 1), keys[one], values[one])
-                rows.append(self._attention(queries[one], kv, layer, length + 1, None))
+                rows.append(self._attention(rotated[one], kv, layer, length + 1, None))
+            for row, (target, length) in enumerate(zip(queries, lengths, strict=False)):
+                if target is not None:
+                    target[0, layer, length] = rotated[row].flatten()
             return torch.cat(rows)
 
         hidden = self._forward(torch.tensor(tokens), torch.tensor(lengths), attend)

@@ -84,6 +84,8 @@ class Sequence:
     generator: torch.Generator = field(default_factory=torch.Generator)
     #: ``[2, L, capacity, D]`` once admitted; rows up to ``computed`` are filled.
     kv: torch.Tensor | None = None
+    #: ``[1, L, capacity, heads * head_dim]``, rows likewise; None where they are not kept.
+    queries: torch.Tensor | None = None
     computed: int = 0
     cached: int = 0
     saved: int = 0
@@ -107,6 +109,8 @@ class Scheduler:
         cache: where prefixes are loaded from and saved to; closed by :meth:`close`.
         kv_budget_tokens: over how many tokens' KV the running sequences share.
         dtype: of the KV cache.
+        query_cache: where queries are saved to beside it, of sequences that are computed from their
+            first token on; None to keep none. Closed by :meth:`close`.
     """
 
     def __init__(
@@ -115,8 +119,10 @@ class Scheduler:
         cache: PrefixCache,
         kv_budget_tokens: int,
         dtype: torch.dtype = torch.float32,
+        query_cache: PrefixCache | None = None,
     ) -> None:
         self.kv_budget_tokens = kv_budget_tokens
+        self._query_cache = query_cache
         self._model = model
         self._cache = cache
         self._layout = model.config.layout(dtype)
@@ -194,6 +200,8 @@ class Scheduler:
         finally:
             self._fail_all("the engine is shutting down")
             self._cache.close()
+            if self._query_cache is not None:
+                self._query_cache.close()
 
     def _admit(self) -> bool:
         """Wait for work and admit what fits. False when closed."""
@@ -238,10 +246,14 @@ class Scheduler:
         sequence.kv = torch.empty(
             self._layout.kv_shape(sequence.capacity), dtype=self._layout.dtype
         )
-        if len(sequence.tokens) < self._cache.chunk_size:
-            return
-        prefix = self._cache.load(sequence.tokens, sequence.request.cache_salt)
+        prefix = None
+        if len(sequence.tokens) >= self._cache.chunk_size:
+            prefix = self._cache.load(sequence.tokens, sequence.request.cache_salt)
         if prefix is None:
+            if self._query_cache is not None:
+                layout = self._model.config.query_layout(self._layout.dtype)
+                shape = layout.kv_shape(sequence.capacity)
+                sequence.queries = torch.empty(shape, dtype=layout.dtype)
             return
         sequence.saved = prefix.shape[2]
         # The last token goes through the decoding step even when its KV is there.
@@ -253,13 +265,16 @@ class Scheduler:
         start, size = sequence.computed, self._cache.chunk_size
         end = min(start - start % size + size, len(sequence.tokens) - 1)
         piece = torch.tensor(sequence.tokens[start:end])
-        self._model.prefill(piece, sequence.kv, start)
+        self._model.prefill(piece, sequence.kv, start, sequence.queries)
         sequence.computed = end
 
     def _decode(self, batch: list[Sequence]) -> None:
         kvs = [one.kv for one in batch if one.kv is not None]
         logits = self._model.decode(
-            [one.tokens[-1] for one in batch], kvs, [one.computed for one in batch]
+            [one.tokens[-1] for one in batch],
+            kvs,
+            [one.computed for one in batch],
+            [one.queries for one in batch],
         )
         best = logits.argmax(-1).tolist()
         for row, sequence in enumerate(batch):
@@ -283,7 +298,7 @@ class Scheduler:
         sequence.tokens.append(token)
         if reason:
             self._running.remove(sequence)
-            sequence.kv = None
+            sequence.kv = sequence.queries = None
         if not sequence.cancelled:
             count = request.num_logprobs if request.num_logprobs >= 0 else len(logprobs)
             best = logprobs.topk(count)
@@ -296,9 +311,11 @@ class Scheduler:
         assert sequence.kv is not None
         whole = sequence.computed - sequence.computed % self._cache.chunk_size
         if whole > sequence.saved:
-            self._cache.save(
-                sequence.kv[:, :, :whole].contiguous(),
-                sequence.tokens[:whole],
-                sequence.request.cache_salt,
-            )
+            for cache, rows in ((self._query_cache, sequence.queries), (self._cache, sequence.kv)):
+                if cache is not None and rows is not None:
+                    cache.save(
+                        rows[:, :, :whole].contiguous(),
+                        sequence.tokens[:whole],
+                        sequence.request.cache_salt,
+                    )
             sequence.saved = whole
