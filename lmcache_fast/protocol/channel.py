@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -16,13 +17,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_fast.errors import ClosedError, ConnectError, ServerGoneError
 from lmcache_fast.interrupts import interruptible
+from lmcache_fast.protocol.messages import Frame
 
 #: Raw result frame of a reply; None where the reply has none.
-Reply = Future["bytes | None"]
+Reply = Future["Frame | None"]
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOST |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _CLOSE_SECONDS = 0.8
+_LARGE = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -37,7 +40,7 @@ class Channel(Protocol):
     def is_open(self) -> bool:
         """Whether requests can still be sent."""
 
-    def submit(self, name: int | str, payloads: list[bytes]) -> Reply:
+    def submit(self, name: int | str, payloads: Sequence[Frame]) -> Reply:
         """Send a request; never blocks."""
 
     def close(self) -> None:
@@ -84,7 +87,7 @@ class ZmqChannel:
         self.url = url
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self._outgoing: deque[list[bytes]] = deque()
+        self._outgoing: deque[list[Frame]] = deque()
         self._pending: dict[bytes, Reply] = {}
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -129,7 +132,7 @@ class ZmqChannel:
         """Whether requests can still be sent."""
         return self._error is None and self._pid == os.getpid()
 
-    def submit(self, name: int | str, payloads: list[bytes]) -> Reply:
+    def submit(self, name: int | str, payloads: Sequence[Frame]) -> Reply:
         """Send a request to the operation ``name``; never blocks.
 
         Returns:
@@ -196,17 +199,18 @@ class ZmqChannel:
 
     def _send(self) -> None:
         while self._outgoing:
-            self._socket.send_multipart(self._outgoing.popleft(), zmq.NOBLOCK)
+            # pyzmq copies what is small all the same.
+            self._socket.send_multipart(self._outgoing.popleft(), zmq.NOBLOCK, copy=False)
 
     def _receive(self) -> None:
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            future = self._pending.pop(frames[0], None)
+            future = self._pending.pop(frames[0].bytes, None)
             if future is not None and future.set_running_or_notify_cancel():
-                future.set_result(frames[2] if len(frames) > 2 else None)
+                future.set_result(_content(frames[2]) if len(frames) > 2 else None)
 
     def _is_lost(self) -> bool:
         while True:
@@ -233,3 +237,8 @@ class ZmqChannel:
             os.close(self._wakeup)
             self._wakeup = -1
         self._context.destroy(linger=0)
+
+
+def _content(frame: zmq.Frame) -> Frame:
+    """What a frame that came says; a large one's bytes stay where they are."""
+    return frame.bytes if len(frame) < _LARGE else frame.buffer

@@ -10,9 +10,10 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from lmcache_fast import clock
 from lmcache_fast.arguments import check_model_name, check_timeout
@@ -27,7 +28,14 @@ from lmcache_fast.interrupts import interruptible
 from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol import messages
 from lmcache_fast.protocol.channel import Reply, open_channel, transport_of
-from lmcache_fast.protocol.messages import Key, PoolInfo, ReadGrant, Registration, StoreReservation
+from lmcache_fast.protocol.messages import (
+    Frame,
+    Key,
+    PoolInfo,
+    ReadGrant,
+    Registration,
+    StoreReservation,
+)
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.registrations import RegisteredModel, resolve
 from lmcache_fast.protocol.reservations import Reservations
@@ -351,8 +359,7 @@ class Connection:
             if is_late(error) and session.unanswered:
                 session.release_read_later(key, session.unanswered[-1])
             raise
-        envelope = session.listener.info.dialect.inline_format == "envelope"
-        return messages.decode_read_grant(frame, envelope, session.generation)
+        return messages.decode_read_grant(frame, session.generation)
 
     def commit_retrieve(self, key: Key) -> bool:
         """Give the locks of a transfer back and wait for the answer."""
@@ -382,7 +389,7 @@ class Connection:
         deadline = clock.deadline(session.listener.info.write_ttl)
         reservations.begin(key)
 
-        def decode(frame: bytes | None) -> StoreReservation:
+        def decode(frame: Frame | None) -> StoreReservation:
             reservation = messages.decode_store_reservation(frame, session.generation)
             return replace(reservation, key=key, deadline=deadline)
 
@@ -409,16 +416,16 @@ class Connection:
             if reservation.generation == self.generation:
                 self._reservations.keep(reservation)
 
-    def commit_store(self, key: Key, data: bytes | bytearray | dict[str, Any] | None) -> bool:
-        """Publish chunks: those reserved before, or the ones in ``data``.
+    def commit_store(self, key: Key) -> bool:
+        """Publish the chunks that were reserved with ``key``.
 
         Returns:
-            False where the server reserved, or stored, nothing.
+            False where the server had reserved nothing.
         """
         reservations = self._reservations
         is_ours = key.request_id in self._sessions
         session = self._session(key.request_id)
-        payloads = session.listener.info.dialect.commit_store(key, self.instance_id, data)
+        payloads = session.listener.info.dialect.commit_store(key, self.instance_id, None)
         try:
             reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
             reply.add_done_callback(lambda _: reservations.end(key))
@@ -427,6 +434,27 @@ class Connection:
             if not is_ours:  # an earlier request's reservation: that request is over
                 self.end_session(key.request_id)
         return messages.decode_bool("commit_store", frame)
+
+    def send_chunks(self, key: Key, data: Frame) -> Callable[[], bool]:
+        """Send chunks to be stored, and don't wait; the server takes them in the order sent.
+
+        Args:
+            key: names the chunks' range.
+            data: the dialect's ``data_head`` and the chunks, not to be changed any more.
+
+        Returns:
+            A function that waits for the answer: False where the server stored nothing.
+        """
+        session = self._session(key.request_id)
+        payloads = session.listener.info.dialect.commit_store(key, self.instance_id, data)
+        reply = session.listener.submit(Operation.COMMIT_STORE, payloads)
+        session.unanswered.append(reply)  # whether or not anybody waits
+
+        def stored() -> bool:
+            frame = session.wait(Operation.COMMIT_STORE, reply)
+            return messages.decode_bool("commit_store", frame)
+
+        return stored
 
     def _session(self, request_id: str) -> Session:
         if self.is_foreign:
@@ -444,7 +472,7 @@ def _register(listener: Listener) -> PoolInfo:
     return messages.decode_pool_info(listener.call(Operation.REGISTER, payloads))
 
 
-def _send_twice(session: Session, operation: Operation, payloads: list[bytes]) -> bytes | None:
+def _send_twice(session: Session, operation: Operation, payloads: Sequence[Frame]) -> Frame | None:
     """Send a request that may simply be sent again if the server did not know us."""
     try:
         return session.request(operation, payloads)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from lmcache_fast.errors import InvalidInputError, ProtocolError, UnsupportedServerError
-from lmcache_fast.protocol.messages import Key, Registration
+from lmcache_fast.protocol.messages import Frame, Key, Registration
 from lmcache_fast.protocol.operations import FIRST_NUMBERS, NUMBERS, Operation
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,7 +70,8 @@ class Dialect:
             fields["num_kv_readers"] = key.num_kv_readers
         head = bytes([_EMPTY_MAP + len(fields) + 1]) + _encode(fields)[1:]
         if self.packed_tokens:
-            return b"".join((head, _encode("token_bytes"), _binary(key.tokens.as_big_endian())))
+            tokens = key.tokens.as_big_endian()
+            return b"".join((head, _encode("token_bytes"), _binary_head(len(tokens)), tokens))
         return b"".join((head, _encode("token_ids"), key.tokens.as_msgpack_array()))
 
     def register(self, registration: Registration) -> list[bytes]:
@@ -100,12 +101,17 @@ class Dialect:
         payloads = self.transfer(key, instance_id)
         return [*payloads, _EMPTY_ARRAY] if self.group_fields else payloads
 
-    def commit_store(
-        self, key: Key, instance_id: int, data: bytes | bytearray | dict[str, Any] | None
-    ) -> list[bytes]:
-        """Payloads of commit_store; ``data`` is None where the chunks are in the pool."""
-        inline = _encode(data) if isinstance(data, dict) else data or b""
-        return [*self.transfer(key, instance_id), _binary(inline)]
+    def data_head(self, num_bytes: int) -> bytes:
+        """What stands before the bytes of chunks that travel in commit_store.
+
+        Raises:
+            InvalidInputError: they are too many for one message.
+        """
+        return _binary_head(num_bytes)
+
+    def commit_store(self, key: Key, instance_id: int, data: Frame | None) -> list[Frame]:
+        """Payloads of commit_store; ``data``: :meth:`data_head` and chunks, None if in slots."""
+        return [*self.transfer(key, instance_id), self.data_head(0) if data is None else data]
 
     def transfer(self, key: Key, instance_id: int) -> list[bytes]:
         """Payloads of prepare_retrieve and commit_retrieve."""
@@ -155,13 +161,13 @@ class Settings(msgspec.Struct, frozen=True):
     write_ttl: _Seconds = 600.0
 
 
-def _binary(data: bytes | bytearray) -> bytes:
-    """Encode a byte string as msgpack does, with the length in four bytes; copies once."""
-    if len(data) >= 2**32:
+def _binary_head(num_bytes: int) -> bytes:
+    """What msgpack puts before a byte string, with the length in four bytes."""
+    if num_bytes >= 2**32:
         raise InvalidInputError(
-            f"the message has {len(data)} bytes; the protocol allows less than 4 GiB at once"
+            f"the message has {num_bytes} bytes; the protocol allows less than 4 GiB at once"
         )
-    return b"".join((b"\xc6", len(data).to_bytes(4, "big"), data))
+    return b"\xc6" + num_bytes.to_bytes(4, "big")
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

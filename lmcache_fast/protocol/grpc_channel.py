@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.protocol.channel import Reply
 from lmcache_fast.protocol.grpc_dialect import read_reply
+from lmcache_fast.protocol.messages import Frame
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -84,7 +86,7 @@ class GrpcChannel:
         """Whether requests can still be sent."""
         return self._error is None and self._pid == os.getpid()
 
-    def submit(self, name: int | str, payloads: list[bytes]) -> Reply:
+    def submit(self, name: int | str, payloads: Sequence[Frame]) -> Reply:
         """Call the method ``name``, a path, with one message; never blocks.
 
         Returns:

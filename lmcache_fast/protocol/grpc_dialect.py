@@ -15,7 +15,7 @@ import msgspec
 from lmcache_fast.errors import ProtocolError
 from lmcache_fast.protocol import protobuf
 from lmcache_fast.protocol.dialect import Dialect
-from lmcache_fast.protocol.messages import Key, Registration
+from lmcache_fast.protocol.messages import Frame, Key, Registration
 from lmcache_fast.protocol.operations import Operation
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -99,13 +99,14 @@ class GrpcDialect(Dialect):
         """Payloads of prepare_store."""
         return self.transfer(key, instance_id)
 
-    def commit_store(
-        self, key: Key, instance_id: int, data: bytes | bytearray | dict[str, Any] | None
-    ) -> list[bytes]:
-        """Payloads of commit_store; ``data`` is None where the chunks are in the pool."""
-        inline = _encode(data) if isinstance(data, dict) else data or b""
-        parts = (self._with_key(key, instance_id), protobuf.head(3, len(inline)), inline)
-        return [b"".join(parts)]
+    def data_head(self, num_bytes: int) -> bytes:
+        """What stands before the bytes of chunks that travel in commit_store."""
+        return protobuf.head(3, num_bytes)
+
+    def commit_store(self, key: Key, instance_id: int, data: Frame | None) -> list[Frame]:
+        """Payloads of commit_store; ``data``: :meth:`data_head` and chunks, None if in slots."""
+        chunks = self.data_head(0) if data is None else data
+        return [b"".join((self._with_key(key, instance_id), chunks))]
 
     def transfer(self, key: Key, instance_id: int) -> list[bytes]:
         """Payloads of prepare_retrieve and commit_retrieve."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -13,6 +13,8 @@ from lmcache_fast.errors import ProtocolError
 from lmcache_fast.protocol.tokens import PackedTokens
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+#: Part of a message: small ones are copied, large ones stay where they are.
+Frame: TypeAlias = "bytes | memoryview"
 T = TypeVar("T")
 
 
@@ -98,11 +100,12 @@ class StoreReservation:
 class ReadGrant:
     """The chunks of a range that may be read: as slots of the pool, or as inline ``data``.
 
-    ``data`` is a pickle, an envelope, or None; ``generation`` as in :class:`StoreReservation`.
+    ``data`` is a pickle, an envelope (maybe unpacked), or None; ``generation`` as in
+    :class:`StoreReservation`.
     """
 
     success: bool
-    data: bytes | dict[str, Any] | None
+    data: Frame | dict[str, Any] | None
     slots: list[Slot]
     generation: int = 0
 
@@ -123,7 +126,7 @@ class _RetrieveContext(msgspec.Struct):
 class _RetrieveReply(msgspec.Struct):
     success: bool
     context: _RetrieveContext | None = None
-    data: bytes | dict[str, Any] | None = None
+    data: memoryview | dict[str, Any] | None = None
 
 
 _POOL = msgspec.msgpack.Decoder(PoolInfo)
@@ -131,10 +134,9 @@ _STORE = msgspec.msgpack.Decoder(_StoreReply)
 _RETRIEVE = msgspec.msgpack.Decoder(_RetrieveReply)
 _CHUNKS = msgspec.msgpack.Decoder(Count | None)
 _BOOL = msgspec.msgpack.Decoder(bool)
-_MAP = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: bytes | None) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: Frame | None) -> T:
     if frame is None:
         raise ProtocolError(f"{what}: the reply has no result")
     try:
@@ -143,7 +145,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: bytes | None)
         raise ProtocolError(f"{what}: the reply cannot be read: {error}") from error
 
 
-def decode_pool_info(frame: bytes | None) -> PoolInfo:
+def decode_pool_info(frame: Frame | None) -> PoolInfo:
     """Read the reply to a registration.
 
     Raises:
@@ -152,7 +154,7 @@ def decode_pool_info(frame: bytes | None) -> PoolInfo:
     return _decode(_POOL, "register", frame)
 
 
-def decode_store_reservation(frame: bytes | None, generation: int = 0) -> StoreReservation:
+def decode_store_reservation(frame: Frame | None, generation: int = 0) -> StoreReservation:
     """Read the reply to prepare_store.
 
     Raises:
@@ -170,23 +172,18 @@ def decode_store_reservation(frame: bytes | None, generation: int = 0) -> StoreR
     return StoreReservation(context.slots, indices, generation)
 
 
-def decode_read_grant(
-    frame: bytes | None, envelope: bool = False, generation: int = 0
-) -> ReadGrant:
-    """Read the reply to prepare_retrieve; ``envelope``: inline data is one, packed once more.
+def decode_read_grant(frame: Frame | None, generation: int = 0) -> ReadGrant:
+    """Read the reply to prepare_retrieve; its inline data stays a view of ``frame``.
 
     Raises:
         ProtocolError: it is something else.
     """
     reply = _decode(_RETRIEVE, "prepare_retrieve", frame)
-    data = reply.data or None
-    if envelope and isinstance(data, bytes):
-        data = _decode(_MAP, "prepare_retrieve", data)
     slots = reply.context.slots if reply.context else []
-    return ReadGrant(reply.success, data, slots, generation)
+    return ReadGrant(reply.success, reply.data or None, slots, generation)
 
 
-def decode_chunks(frame: bytes | None) -> int | None:
+def decode_chunks(frame: Frame | None) -> int | None:
     """Read the reply to wait_prefetch_status: chunks of the hit, or None while it goes on.
 
     Raises:
@@ -195,7 +192,7 @@ def decode_chunks(frame: bytes | None) -> int | None:
     return None if frame is None else _decode(_CHUNKS, "wait_prefetch_status", frame)
 
 
-def decode_bool(what: str, frame: bytes | None) -> bool:
+def decode_bool(what: str, frame: Frame | None) -> bool:
     """Read a yes or no.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from lmcache_fast.errors import ClosedError, LMCacheFastError, ServerGoneError, ServerTimeoutError
 from lmcache_fast.protocol import messages
 from lmcache_fast.protocol.channel import Reply
-from lmcache_fast.protocol.messages import Key
+from lmcache_fast.protocol.messages import Frame, Key
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.silence import Listener
 
@@ -44,13 +44,13 @@ class Session:
         """What the server knows us by."""
         return self.listener.registration.instance_id
 
-    def request(self, operation: Operation, payloads: list[bytes]) -> bytes | None:
+    def request(self, operation: Operation, payloads: Sequence[Frame]) -> Frame | None:
         """Send a request and wait for its raw result."""
         return self.wait(operation, self.listener.submit(operation, payloads))
 
     def wait(
         self, operation: Operation, reply: Reply, timeout: float | None = None
-    ) -> bytes | None:
+    ) -> Frame | None:
         """Wait for a reply; one that comes later must still come before the session may end."""
         try:
             return self.listener.wait(operation, reply, timeout)
@@ -59,7 +59,7 @@ class Session:
                 self.unanswered.append(reply)
             raise
 
-    def post(self, operation: Operation, payloads: list[bytes]) -> None:
+    def post(self, operation: Operation, payloads: Sequence[Frame]) -> None:
         """Send a request whose answer nobody waits for; a server that has gone needs none."""
         with contextlib.suppress(ServerGoneError, ClosedError):
             self.unanswered.append(self.listener.submit(operation, payloads))

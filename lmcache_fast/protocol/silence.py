@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from lmcache_fast.errors import (
 )
 from lmcache_fast.interrupts import interruptible
 from lmcache_fast.protocol.channel import Channel, Reply
-from lmcache_fast.protocol.messages import Key, Registration
+from lmcache_fast.protocol.messages import Frame, Key, Registration
 from lmcache_fast.protocol.operations import Operation
 from lmcache_fast.protocol.server_info import ServerInfo, is_registered
 from lmcache_fast.protocol.tokens import PackedTokens
@@ -74,17 +75,17 @@ class Listener:
     registration: Registration
     timeout: float
 
-    def submit(self, operation: Operation, payloads: list[bytes]) -> Reply:
+    def submit(self, operation: Operation, payloads: Sequence[Frame]) -> Reply:
         """Send a request; see :meth:`Channel.submit`."""
         return self.channel.submit(self.info.dialect.name(operation), payloads)
 
-    def call(self, operation: Operation, payloads: list[bytes]) -> bytes | None:
+    def call(self, operation: Operation, payloads: Sequence[Frame]) -> Frame | None:
         """Send a request and :meth:`wait` for its raw result."""
         return self.wait(operation, self.submit(operation, payloads))
 
     def wait(
         self, operation: Operation, reply: Reply, timeout: float | None = None
-    ) -> bytes | None:
+    ) -> Frame | None:
         """Return the raw result of ``reply``.
 
         Raises:
@@ -114,7 +115,7 @@ class Listener:
 
     def _diagnose(
         self, operation: Operation, reply: Reply, timeout: float, deadline: float
-    ) -> bytes | None:
+    ) -> Frame | None:
         registered: bool | None = None
         if operation in _TRANSFERS and not self.channel.answers_all:
             seconds = min(_STATUS_TIMEOUT, max(0.1, deadline - time.monotonic()))

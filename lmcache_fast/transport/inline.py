@@ -14,7 +14,8 @@ import torch
 
 from lmcache_fast.errors import PayloadError
 from lmcache_fast.layout import KVLayout
-from lmcache_fast.transport.payload import assemble, contiguous_bytes, tensor_over
+from lmcache_fast.protocol.messages import Frame
+from lmcache_fast.transport.payload import Part, assemble, contiguous_bytes, tensor_over
 
 _EMPTY = b"\xc4\x00"  # msgpack: no bytes
 _BYTES32 = b"\xc6"  # msgpack: bytes, after their big-endian uint32 length
@@ -35,20 +36,25 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
 _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
 
 
-def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
+def chunk_parts(chunks: Sequence[torch.Tensor]) -> list[Part]:
     """Put ``chunks``, CPU tensors, into an envelope."""
     head = msgspec.msgpack.encode({"version": 1, "tensors": None})[:-1]
-    parts: list[bytes | torch.Tensor] = [head + _ARRAY32 + len(chunks).to_bytes(4, "big")]
+    parts: list[Part] = [head + _ARRAY32 + len(chunks).to_bytes(4, "big")]
     for chunk in chunks:
         frame = _Frame(str(chunk.dtype).removeprefix("torch."), tuple(chunk.shape), memoryview(b""))
         prefix = msgspec.msgpack.encode(frame).removesuffix(_EMPTY)
         parts.append(prefix + _BYTES32 + contiguous_bytes(chunk).to_bytes(4, "big"))
         parts.append(chunk)
-    return assemble(parts)
+    return parts
+
+
+def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
+    """Join the :func:`chunk_parts` of ``chunks``."""
+    return assemble(chunk_parts(chunks))
 
 
 def decode_chunks(
-    data: bytes | Mapping[str, Any], layout: KVLayout, chunk_size: int
+    data: Frame | Mapping[str, Any], layout: KVLayout, chunk_size: int
 ) -> list[torch.Tensor]:
     """Read an envelope's chunks as views of ``data``, not to be written to.
 

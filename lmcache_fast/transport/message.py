@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lmcache_fast.buffers import TensorPool
 from lmcache_fast.errors import PayloadError, SharedMemoryError
 from lmcache_fast.layout import KVLayout
-from lmcache_fast.protocol.messages import Key, ReadGrant
+from lmcache_fast.protocol.messages import Frame, Key, ReadGrant
 from lmcache_fast.transport import inline, pickle
+from lmcache_fast.transport.payload import Part, size_of, write
 
 if TYPE_CHECKING:
     from lmcache_fast.protocol.connection import Connection
 
-#: Bytes of chunks that one message holds at most (it always holds one chunk). Messages must stay
-#: below msgpack's 4 GiB, and smaller ones need less memory on both ends.
-MESSAGE_BYTES = 512 << 20
+#: Bytes of chunks that one message holds at most (it always holds one chunk).
+MESSAGE_BYTES = 32 << 20
+#: Messages under way at a time: one is filled, one travels, one is being read by the server. More
+#: would only need memory on both ends.
+UNDER_WAY = 3
 
 
 @dataclass(frozen=True)
 class Codec:
     """A way to put chunks into bytes and to get them back.
 
-    ``encode(chunks)`` takes chunks as they are stored, see :meth:`KVLayout.object_shape`;
-    ``decode(data, layout, chunk_size)`` gives them back as views of ``data``.
+    ``parts(chunks)`` takes chunks as they are stored, see :meth:`KVLayout.object_shape`;
+    ``decode(data, layout, chunk_size)`` gives them back as views of the joined parts.
     """
 
     name: str
-    encode: Callable[[Sequence[torch.Tensor]], bytes]
-    decode: Callable[[bytes | Mapping[str, Any], KVLayout, int], list[torch.Tensor]]
+    parts: Callable[[Sequence[torch.Tensor]], list[Part]]
+    decode: Callable[[Frame | Mapping[str, Any], KVLayout, int], list[torch.Tensor]]
 
 
 CODECS = {
-    "inline": Codec("inline", inline.encode_chunks, inline.decode_chunks),
-    "pickle": Codec("pickle", pickle.encode_chunks, pickle.decode_chunks),
+    "inline": Codec("inline", inline.chunk_parts, inline.decode_chunks),
+    "pickle": Codec("pickle", pickle.chunk_parts, pickle.decode_chunks),
 }
 
 
@@ -54,6 +59,7 @@ class MessageTransport:
         self.codec = codec
         self.layout = layout
         self.chunk_size = chunk_size
+        self.buffers = TensorPool()
 
     def reader(self, grant: ReadGrant, num_chunks: int) -> MessageReader:
         """See :class:`lmcache_fast.transport.base.Transport`.
@@ -84,7 +90,8 @@ class MessageTransport:
         return MessageWriter(self, connection, key, range(hit, num_chunks))
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give back the memory of messages that were sent."""
+        self.buffers.clear()
 
 
 class MessageReader:
@@ -133,35 +140,20 @@ class MessageWriter:
         self._transport = transport
         self._connection = connection
         self._key = key
-        self._messages: list[tuple[Key, bytes]] = []
+        self._kv: torch.Tensor | None = None
         self.chunk_indices = chunk_indices
 
     def copy_from(self, kv: torch.Tensor) -> None:
-        """Copy the chunks out of ``kv`` into messages."""
-        layout, size = self._transport.layout, self._transport.chunk_size
-        per_message = max(1, MESSAGE_BYTES // (layout.token_bytes * size))
-        self._messages = []
-        for place in range(0, len(self.chunk_indices), per_message):
-            indices = self.chunk_indices[place : place + per_message]
-            chunks = [
-                layout.to_object(kv[:, :, index * size : (index + 1) * size]) for index in indices
-            ]
-            key = replace(
-                self._key,
-                start=self._key.start + indices[0] * size,
-                end=self._key.start + (indices[-1] + 1) * size,
-            )
-            self._messages.append((key, self._transport.codec.encode(chunks)))
+        """Take the chunks of ``kv``: they are copied into messages while others travel."""
+        self._kv = kv
 
     def commit(self) -> bool:
-        """Send the messages, each only after the one before; True if all chunks are there then.
+        """Send the chunks; True if all of them are there then.
 
         Of several ranks' writers the last one has to be committed last.
         """
-        messages, self._messages = self._messages, []
-        for key, message in messages:
-            if not self._connection.commit_store(key, message):
-                return False
+        if not self._send():
+            return False
         # A lookup is about all ranks' shares. With only some of them there it would find nothing,
         # and servers before 0.5.6 would keep those locked: the last rank's writer asks for all.
         if self._key.worker_id != self._key.world_size - 1:
@@ -171,8 +163,39 @@ class MessageWriter:
         return hit > self.chunk_indices[-1]
 
     def abandon(self) -> None:
-        """Drop the messages; nothing is reserved."""
-        self._messages = []
+        """Send nothing more; nothing is reserved."""
+        self._kv = None
+
+    def _send(self) -> bool:
+        """Send all messages; no more once the server has no room for one."""
+        kv, self._kv = self._kv, None
+        assert kv is not None, "commit without copy_from"
+        layout, size = self._transport.layout, self._transport.chunk_size
+        per_message = max(1, MESSAGE_BYTES // (layout.token_bytes * size))
+        under_way: deque[Callable[[], bool]] = deque()
+        for place in range(0, len(self.chunk_indices), per_message):
+            if len(under_way) == UNDER_WAY and not under_way.popleft()():
+                return False
+            indices = self.chunk_indices[place : place + per_message]
+            chunks = [
+                layout.to_object(kv[:, :, index * size : (index + 1) * size]) for index in indices
+            ]
+            key = replace(
+                self._key,
+                start=self._key.start + indices[0] * size,
+                end=self._key.start + (indices[-1] + 1) * size,
+            )
+            under_way.append(self._connection.send_chunks(key, self._message(chunks)))
+        return all([stored() for stored in under_way])
+
+    def _message(self, chunks: Sequence[torch.Tensor]) -> memoryview:
+        parts = self._transport.codec.parts(chunks)
+        head = self._connection.info.dialect.data_head(size_of(parts))
+        parts.insert(0, head)
+        buffer = self._transport.buffers.empty((size_of(parts),), torch.uint8)
+        message = buffer.numpy().data
+        write(parts, message)
+        return message
 
 
 def _lookup(connection: Connection, key: Key, chunk_size: int) -> int:

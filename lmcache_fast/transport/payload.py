@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import io
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+#: Part of a message: bytes, or the elements of a CPU tensor, which may be a strided view.
+Part: TypeAlias = "bytes | torch.Tensor"
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> int:
@@ -15,20 +19,34 @@ def contiguous_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def assemble(parts: Sequence[bytes | torch.Tensor]) -> bytes:
-    """Join byte strings and the elements of CPU tensors, which may be strided views."""
-    sizes = [len(part) if isinstance(part, bytes) else contiguous_bytes(part) for part in parts]
+def size_of(parts: Sequence[Part]) -> int:
+    """Bytes that ``parts`` take one behind the other."""
+    return sum(map(_size, parts))
+
+
+def write(parts: Sequence[Part], message: memoryview) -> None:
+    """Put ``parts`` one behind the other into ``message``, which has just their size."""
+    position = 0
+    for part in parts:
+        size = _size(part)
+        if isinstance(part, bytes):
+            message[position : position + size] = part
+        elif size:
+            _write(message, position, part)
+        position += size
+
+
+def assemble(parts: Sequence[Part]) -> bytes:
+    """Join ``parts``."""
     # The stream takes the zeros over, lets them be written to, and gives them back, never copied.
-    stream = io.BytesIO(bytes(sum(sizes)))
+    stream = io.BytesIO(bytes(size_of(parts)))
     with stream.getbuffer() as message:
-        position = 0
-        for part, size in zip(parts, sizes, strict=True):
-            if isinstance(part, bytes):
-                message[position : position + size] = part
-            elif size:
-                _write(message, position, part)
-            position += size
+        write(parts, message)
     return stream.getvalue()
+
+
+def _size(part: Part) -> int:
+    return len(part) if isinstance(part, bytes) else contiguous_bytes(part)
 
 
 def _write(message: memoryview, position: int, tensor: torch.Tensor) -> None:

@@ -17,8 +17,9 @@ import torch
 
 from lmcache_fast.errors import PayloadError
 from lmcache_fast.layout import CACHE_DTYPES, KVLayout
+from lmcache_fast.protocol.messages import Frame
 from lmcache_fast.transport.opcodes import PickleReader, Symbol
-from lmcache_fast.transport.payload import assemble, contiguous_bytes, tensor_over
+from lmcache_fast.transport.payload import Part, assemble, contiguous_bytes, tensor_over
 
 #: torch's classes of typed storages, by which the pickles of older dtypes name the dtype.
 _STORAGES: dict[str, torch.dtype | None] = {
@@ -38,13 +39,13 @@ _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 _TORCH_VERSION = 1001
 
 
-def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
+def chunk_parts(chunks: Sequence[torch.Tensor]) -> list[Part]:
     """Pickle ``chunks``, CPU tensors of one dtype and shape, as a list of tensors.
 
     Each is ``torch.reshape(partial(torch.frombuffer, dtype=...)(bytearray), shape)``: public
     functions only, and the loader copies the bytes once.
     """
-    parts: list[bytes | torch.Tensor] = [pickle.PROTO + b"\x05" + pickle.EMPTY_LIST + pickle.MARK]
+    parts: list[Part] = [pickle.PROTO + b"\x05" + pickle.EMPTY_LIST + pickle.MARK]
     for index, chunk in enumerate(chunks):
         if index == 0:
             names = _global("torch", "reshape") + _put(0) + _partial(chunk.dtype) + _put(1)
@@ -59,11 +60,16 @@ def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
             + pickle.TUPLE2 + pickle.REDUCE
         )  # fmt: skip
     parts.append(pickle.APPENDS + pickle.STOP)
-    return assemble(parts)
+    return parts
+
+
+def encode_chunks(chunks: Sequence[torch.Tensor]) -> bytes:
+    """Join the :func:`chunk_parts` of ``chunks``."""
+    return assemble(chunk_parts(chunks))
 
 
 def decode_chunks(
-    data: bytes | Mapping[str, Any], layout: KVLayout, chunk_size: int
+    data: Frame | Mapping[str, Any], layout: KVLayout, chunk_size: int
 ) -> list[torch.Tensor]:
     """Read a list of chunks, ours or torch's own, as views of ``data``, not to be written to.
 

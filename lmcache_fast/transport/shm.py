@@ -271,7 +271,7 @@ class SlotWriter:
         """Tell the server that the slots are written."""
         self.check()
         assert self._reservation.key is not None
-        return self._connection.commit_store(self._reservation.key, None)
+        return self._connection.commit_store(self._reservation.key)
 
     def abandon(self) -> None:
         """Keep the slots for whoever stores the same next."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import zmq
 
 from lmcache_fast import KVClient, KVLayout, ProtocolError, edits
 from lmcache_fast._extension import native
@@ -200,8 +201,10 @@ def test_replies_that_nobody_asked_for_change_nothing(
     ]
     ours, receive = channel._socket, type(channel._socket).recv_multipart
 
-    def with_more(socket: Any, *arguments: Any) -> Any:
-        return strange.pop() if strange and socket is ours else receive(socket, *arguments)
+    def with_more(socket: Any, *arguments: Any, **options: Any) -> Any:
+        if strange and socket is ours:
+            return [zmq.Frame(part) for part in strange.pop()]
+        return receive(socket, *arguments, **options)
 
     monkeypatch.setattr(type(ours), "recv_multipart", with_more)
     assert client.lookup(TOKENS) == len(TOKENS)

@@ -86,7 +86,7 @@ def test_a_retrieve_and_a_store_send_what_the_protocol_asks_for(
     assert connection.prepare_retrieve(KEY).slots[1].offset == SLOT["offset"]
     assert connection.commit_retrieve(KEY)
     assert connection.prepare_store(KEY).chunk_indices == [0]
-    assert connection.commit_store(KEY, None)
+    assert connection.commit_store(KEY)
     connection.end_session("r")
     until(lambda: server.operations()[-1] is Operation.END_SESSION, "the end of the session")
     assert server.operations()[1:] == [
@@ -179,7 +179,7 @@ def test_a_commit_of_a_forgotten_instance_is_an_error_that_says_so(
     connection.prepare_store(KEY)
     server.instances.clear()
     with pytest.raises(RequestDroppedError, match=r"did not know instance .* registered again"):
-        connection.commit_store(KEY, None)
+        connection.commit_store(KEY)
     assert len(server.payloads(Operation.COMMIT_STORE)) == 1
 
 
@@ -295,7 +295,7 @@ def test_a_restarted_server_is_opened_anew_by_ensure_open(
     connection.ensure_open()
     assert connection.generation == 1 and connection.instance_id in server.instances
     with pytest.raises(ServerGoneError):  # reserved on the old server
-        connection.commit_store(KEY, None)
+        connection.commit_store(KEY)
     connection.free_lookup_locks(replace(KEY, request_id="old"))
     connection.end_session("old")
     assert connection.prepare_store(replace(KEY, request_id="new")).generation == 1
@@ -343,7 +343,7 @@ def test_closing_after_a_store_was_committed_or_reserved_nothing_unregisters(
     server: FakeServer, connection: Connection
 ) -> None:
     connection.prepare_store(KEY)
-    connection.commit_store(KEY, None)
+    connection.commit_store(KEY)
     server.on[Operation.PREPARE_STORE] = lambda *_: {"context": {"slots": [], "chunk_indices": []}}
     assert connection.prepare_store(replace(KEY, request_id="r2")).slots == []
     connection.close()

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,7 +268,7 @@ def test_a_retrieve_and_a_store_send_what_the_protocol_asks_for(
     assert (grant.success, grant.data, grant.slots[1].offset) == (True, None, SLOT["offset"])
     assert connection.commit_retrieve(KEY)
     assert connection.prepare_store(KEY).chunk_indices == [0]
-    assert connection.commit_store(KEY, None)
+    assert connection.commit_store(KEY)
     connection.end_session("r")
     until(lambda: Operation.END_SESSION in server.operations(), "the end of the session")
 
@@ -283,9 +282,7 @@ def test_a_retrieve_and_a_store_send_what_the_protocol_asks_for(
 
 
 def test_inline_data_travels_both_ways(server: GrpcFakeServer, connection: Connection) -> None:
-    envelope = {"version": 1, "tensors": []}
-    sent: Any = envelope if server.version > "0.5.7" else bytes(5 << 20)  # above gRPC's own limit
-    wire = msgspec.msgpack.encode(sent) if isinstance(sent, dict) else sent
+    wire = bytes(5 << 20)  # above gRPC's own limit
     server.on[Operation.PREPARE_RETRIEVE] = lambda key, instance: {
         "success": True,
         "data": wire,
@@ -293,8 +290,10 @@ def test_inline_data_travels_both_ways(server: GrpcFakeServer, connection: Conne
     }
     connection.lookup(KEY)
     grant = connection.prepare_retrieve(KEY)
-    assert (grant.data, grant.slots) == (sent, [])
-    assert connection.commit_store(KEY, sent)
+    assert isinstance(grant.data, memoryview)
+    assert (bytes(grant.data), grant.slots) == (wire, [])
+    head = connection.info.dialect.data_head(len(wire))
+    assert connection.send_chunks(KEY, head + wire)()
     assert server.payloads(Operation.COMMIT_STORE)[0][2] == wire
 
 

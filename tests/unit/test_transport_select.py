@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ from lmcache_fast.protocol.server_info import ServerInfo
 from lmcache_fast.protocol.tokens import PackedTokens
 from lmcache_fast.transport import message, select
 from lmcache_fast.transport.message import CODECS, MessageTransport
+from lmcache_fast.transport.payload import assemble
 from lmcache_fast.transport.select import choose_transport, is_local
 
 CHUNK = 4
@@ -60,16 +61,17 @@ class FakeConnection:
     def free_lookup_locks(self, key: Key) -> None:
         self.locked -= (key.end - key.start) // CHUNK
 
-    def commit_store(self, key: Key, data: bytes) -> bool:
+    def send_chunks(self, key: Key, data: memoryview) -> Callable[[], bool]:
         codec = CODECS["pickle" if self.info.version < "0.5.7" else "inline"]
-        chunks = codec.decode(data, LAYOUT, CHUNK)
+        head = self.info.dialect.data_head(0)
+        chunks = codec.decode(data[len(head) :], LAYOUT, CHUNK)
         self.messages.append(len(chunks))
         first = key.start // CHUNK
         assert len(chunks) == key.end // CHUNK - first
         for index, chunk in enumerate(chunks, first):
             if len(self.chunks) < self.room:
                 self.chunks.setdefault(index, chunk.clone())
-        return True
+        return lambda: True
 
 
 def choose(connection: FakeConnection) -> Any:
@@ -220,7 +222,7 @@ def test_a_read_gives_chunks_and_the_whole(name: str, planes: int, by_server: bo
     chunks = [kv[:, :, i * CHUNK : (i + 1) * CHUNK] for i in range(3)]
     shape = layout.kv_shape(CHUNK) if by_server else layout.object_shape(CHUNK)
     stored = [chunk.view(shape) for chunk in map(torch.clone, chunks)]
-    data = CODECS[name].encode(stored)
+    data = assemble(CODECS[name].parts(stored))
     transport = MessageTransport(CODECS[name], layout, CHUNK)
     reader = transport.reader(ReadGrant(True, data, []), 3)
     assert reader.side is None
