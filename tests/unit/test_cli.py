@@ -28,7 +28,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     out = capsys.readouterr().out
-    assert all(name in out for name in ("server", "engine", "demo", "doctor", "bench"))
+    assert all(name in out for name in ("server", "engine", "demo", "sweep", "doctor", "bench"))
 
 
 def test_help_loads_no_subcommand_and_no_torch() -> None:
