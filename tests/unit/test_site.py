@@ -55,7 +55,6 @@ def build(tree: Path) -> subprocess.CompletedProcess[str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
-        env={"PATH": "", "PYTHONPATH": ""},
     )
 
 
