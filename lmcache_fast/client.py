@@ -184,6 +184,7 @@ class KVClient:
         request_configs: Mapping[str, Any] | None = None,
         *,
         out: torch.Tensor | None = None,
+        min_tokens: int = 1,
     ) -> torch.Tensor | None:
         """Fetch the KV of the cached prefix of ``tokens``.
 
@@ -192,10 +193,11 @@ class KVClient:
             cache_salt: keeps users apart; "" for none.
             request_configs: what the server passes on to its storage, from release 0.5.5 on.
             out: where to put it: ``[planes, L, T, D]`` with room for the hit, contiguous.
+            min_tokens: with fewer cached ones nothing is copied.
 
         Returns:
             ``[planes, L, hit, D]`` (a view of ``out`` where that is given), the caller's own; None
-            when not one chunk is cached.
+            when not one chunk is cached, or fewer than ``min_tokens``.
 
         Raises:
             InvalidInputError: an argument is wrong, or ``out`` is too small for the hit.
@@ -210,7 +212,7 @@ class KVClient:
 
         def attempt(link: Link) -> torch.Tensor | None:
             with self._lease(link, array, cache_salt, request_configs) as lease:
-                if not len(lease):
+                if lease.num_tokens < max(1, min_tokens):
                     return None
                 if out is None:
                     shape = self.layout.kv_shape(lease.num_tokens)
@@ -269,6 +271,7 @@ class KVClient:
         cache_salt: str = "",
         *,
         target_salt: str | None = None,
+        min_tokens: int = 1,
     ) -> EditResult:
         """Edit the cached prefix of ``tokens`` and store the result, from slot to slot.
 
@@ -280,9 +283,11 @@ class KVClient:
             edit: what to do; see :mod:`lmcache_fast.edits`.
             cache_salt: keeps users apart; "" for none.
             target_salt: the salt to store the result under; None for ``cache_salt``.
+            min_tokens: with fewer cached ones nothing is edited.
 
         Returns:
-            The kept tokens of the cached prefix, and how many of them are cached now.
+            The kept tokens of the cached prefix, and how many of them are cached now: none with
+            ``num_source`` below ``min_tokens``.
 
         Raises:
             InvalidInputError: an argument or the edit's selection is wrong; nothing was stored.
@@ -300,6 +305,8 @@ class KVClient:
 
         def attempt(link: Link) -> EditResult:
             with self._lease(link, array, cache_salt) as source:
+                if source.num_tokens < min_tokens:
+                    return EditResult([], 0, source.num_tokens)
                 cached = array[: source.num_tokens]
                 with interruptible():  # the user's own function chooses
                     view = LeaseView(source, self.layout)

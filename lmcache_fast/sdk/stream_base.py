@@ -269,7 +269,7 @@ class BaseStream(ABC):
         poll_interval: float,
         allow_partial: bool,
     ) -> Iterator[tuple[int, int]]:
-        """Yield how many tokens are enough, and how many are cached, whenever it is enough."""
+        """Yield how many tokens are enough, and how many may be cached; see wait_cached."""
         expected = min(self._expected, len(tokens))
         chunks = 1 if allow_partial else max(1, expected // ctx.chunk_size)
         for cached in wait_cached(
@@ -296,8 +296,8 @@ class BaseStream(ABC):
         for required, cached in self._wait_cached(
             where, ctx, tokens, timeout, poll_interval, allow_partial
         ):
-            kv = ctx.retrieve(tokens[:cached], self.cache_salt)
-            if kv is not None and kv.shape[2] >= required:  # else evicted since the look-up
+            kv = ctx.retrieve(tokens[:cached], self.cache_salt, min_tokens=required)
+            if kv is not None:
                 return kv
         raise AssertionError("the wait ends with an error")
 
@@ -312,7 +312,13 @@ class BaseStream(ABC):
             with self._given_queries(edit, tokens) as (bound, num_queries):
                 if num_queries < required:  # the engine is still storing them
                     continue
-                result = ctx.edit(tokens[:num_queries], bound, self.cache_salt, target_salt=salt)
+                result = ctx.edit(
+                    tokens[:num_queries],
+                    bound,
+                    self.cache_salt,
+                    target_salt=salt,
+                    min_tokens=required,
+                )
             if result.num_source >= required:
                 self._go_on_from(result.tokens, self.tokens[result.num_source :] + self._suffix)
                 self.cache_salt = salt

@@ -22,9 +22,10 @@ def wait_cached(
     poll_interval: float,
     cancelled: threading.Event,
 ) -> Iterator[int]:
-    """Yield how many of ``tokens`` are cached, every time that it is enough.
+    """Yield how many of ``tokens`` may be cached, every time that it may be enough.
 
-    The caller takes the first; it goes on to the next if chunks were evicted before it had them.
+    First all of them, without a look-up: mostly they are there, and the caller finds out. The
+    caller goes on to the next where not enough was cached, or was evicted before it had it.
 
     Args:
         who: beginning of every error: the call and its stream.
@@ -50,6 +51,7 @@ def wait_cached(
         )
     array = np.asarray(tokens, np.uint32)
     deadline = time.monotonic() + timeout
+    yield len(array)
     while True:
         cached = lookup(array)
         if cached >= num_chunks * chunk_size:

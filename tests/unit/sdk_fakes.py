@@ -56,10 +56,14 @@ class FakeClient:
         self.before_lookup()
         return len(self._hit(tokens, cache_salt)) * CHUNK
 
-    def retrieve(self, tokens: TokenIds, cache_salt: str = "") -> torch.Tensor | None:
-        self.calls.append("retrieve")
+    def retrieve(
+        self, tokens: TokenIds, cache_salt: str = "", *, min_tokens: int = 1
+    ) -> torch.Tensor | None:
         hit = self._hit(tokens, cache_salt)
-        return torch.cat(hit, dim=2) if hit else None
+        if len(hit) * CHUNK < max(1, min_tokens):
+            return None
+        self.calls.append("retrieve")
+        return torch.cat(hit, dim=2)
 
     def store(self, kv: torch.Tensor, tokens: TokenIds, cache_salt: str = "") -> bool:
         self.calls.append("store")
@@ -79,10 +83,13 @@ class FakeClient:
         cache_salt: str = "",
         *,
         target_salt: str | None = None,
+        min_tokens: int = 1,
     ) -> EditResult:
+        hit = self._hit(tokens, cache_salt)
+        if len(hit) * CHUNK < min_tokens:
+            return EditResult([], 0, len(hit) * CHUNK)
         self.calls.append("edit")
         self.target_salts.append(cache_salt if target_salt is None else target_salt)
-        hit = self._hit(tokens, cache_salt)
         source = check_tokens("fake", tokens)[: len(hit) * CHUNK].tolist()
         kept = [source[position] for position in edit.plan(source, CHUNK).positions]
         return EditResult(kept, len(kept) // CHUNK * CHUNK, len(source))
