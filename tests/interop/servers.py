@@ -17,6 +17,16 @@ from tests.interop.processes import Program, fetch, free_ports, wait_until
 
 CHUNK = 64
 _UPSTREAM = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
+#: Has upstream's server listen on a socket too, which its own flags cannot ask for.
+_ON_A_SOCKET = """
+import grpc
+make = grpc.server
+def server(*arguments, **options):
+    made = make(*arguments, **options)
+    assert made.add_insecure_port({address!r})
+    return made
+grpc.server = server
+"""
 
 
 class Server:
@@ -30,7 +40,7 @@ class Server:
         shared_memory: whether it keeps its cache in a shared segment.
         chunk_size: tokens a chunk.
         flags: further flags.
-        transport: ``"zmq"`` or ``"grpc"``.
+        transport: ``"zmq"``, ``"grpc"``, or ``"grpc+unix"`` for gRPC over a socket in the folder.
     """
 
     def __init__(
@@ -48,6 +58,8 @@ class Server:
         self.version = version
         self.chunk_size = chunk_size
         self.url = f"{'grpc' if transport == 'grpc' else 'tcp'}://127.0.0.1:{self.port}"
+        if transport == "grpc+unix":
+            self.url = f"grpc+unix://{folder}/socket"
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.log = folder / f"server-{version}-{self.port}.log"
         name = f"lmcache_fast_{os.getpid()}_{uuid.uuid4().hex[:8]}"
@@ -58,7 +70,7 @@ class Server:
             *("--l1-size-gb", "0.25", "--eviction-policy", "LRU", "--chunk-size", chunk_size),
             *("--port", self.port, "--http-port", http_port),
             *(("--shm-name", name, "--no-l1-use-lazy") if shared_memory else ("--shm-name", "")),
-            *(("--transport", transport) if transport != "zmq" else ()),
+            *(("--transport", "grpc") if transport != "zmq" else ()),
             *flags,
         ]
         self.start()
@@ -119,7 +131,8 @@ class RealServer(Server):
         shared_memory: whether it keeps its cache in a shared segment.
         chunk_size: tokens a chunk.
         flags: further flags; they win over ours.
-        transport: ``"zmq"`` or ``"grpc"``.
+        transport: ``"zmq"``, ``"grpc"`` or ``"grpc+unix"``.
+        prelude: Python code to run in the server's process before it starts.
     """
 
     def __init__(
@@ -130,9 +143,12 @@ class RealServer(Server):
         chunk_size: int = CHUNK,
         flags: tuple[str, ...] = (),
         transport: str = "zmq",
+        prelude: str = "",
     ) -> None:
         self.peer = peer
-        command = (peer.python, "-c", _UPSTREAM, "server")
+        if transport == "grpc+unix":
+            prelude += _ON_A_SOCKET.format(address=f"unix:{folder}/socket")
+        command = (peer.python, "-c", prelude + _UPSTREAM, "server")
         if peer.version[:5] > "0.5.3":  # whose default is to copy in the server, on a GPU
             flags = ("--supported-transfer-mode", "auto", *flags)
         environment = peer.environment()
