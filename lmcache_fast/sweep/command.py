@@ -16,6 +16,7 @@ import numpy as np
 
 from lmcache_fast.edits import Rope
 from lmcache_fast.errors import InvalidInputError
+from lmcache_fast.layout import KVLayout
 from lmcache_fast.protocol.server_info import read_models
 from lmcache_fast.sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_fast.sdk.context import LMCacheSDKContext
@@ -74,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's config.json, or its folder: kept keys are moved to their new positions",
     )
     parser.add_argument(
-        "--opaque", action="store_true", help="the engine's cache has no rows (vLLM on a CPU)"
+        "--opaque",
+        action="store_true",
+        help="rows of the engine's cache are no tokens (vLLM on a CPU): no keys are moved; the "
+        "sizes are those of --hf-config if that is given, else those on /status",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them there")
@@ -108,8 +112,19 @@ def run(args: argparse.Namespace) -> int:
     if args.engine_url is None:
         return run_until_signal(lambda children: _run_embedded(args, children))
     url, http_url = args.url or _URL, args.http_url or _HTTP_URL
-    rope = Rope.from_hf_config(args.hf_config) if args.hf_config else None
-    return _run(args, url, http_url, args.engine_url, args.model, rope)
+    layout: KVLayout | Literal["opaque"] | None = None
+    rope = None
+    if args.opaque:
+        layout = _opaque(args.hf_config) if args.hf_config else "opaque"
+    elif args.hf_config:
+        rope = Rope.from_hf_config(args.hf_config)
+    return _run(args, url, http_url, args.engine_url, args.model, rope, layout)
+
+
+def _opaque(hf_config: str) -> KVLayout:
+    """The cache of vLLM on a CPU: a head's keys and values in one row."""
+    layout = KVLayout.from_hf_config(hf_config)
+    return KVLayout.opaque(layout.num_layers, layout.planes * layout.width, layout.dtype)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -134,8 +149,8 @@ def _check(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidInputError(f"there is no folder {str(path.absolute().parent)!r}")
     if args.engine_url is None:
-        for name in ("url", "http_url", "hf_config"):
-            if getattr(args, name) is not None:
+        for name in ("url", "http_url", "hf_config", "opaque"):
+            if getattr(args, name):
                 flag = name.replace("_", "-")
                 raise InvalidInputError(f"--{flag} belongs to an engine: expected --engine-url too")
     elif args.model is None or args.prompts is None:
@@ -170,9 +185,8 @@ def _run_embedded(args: argparse.Namespace, children: ChildGroup) -> int:
     made_up = np.random.default_rng(args.seed).integers(
         1, config.vocab_size, (args.requests, args.prompt_tokens)
     )
-    return _run(
-        args, parts.url, parts.http_url, parts.engine_url, parts.model_name, rope, made_up.tolist()
-    )
+    name, prompts = parts.model_name, made_up.tolist()
+    return _run(args, parts.url, parts.http_url, parts.engine_url, name, rope, None, prompts)
 
 
 def _run(
@@ -182,6 +196,7 @@ def _run(
     engine_url: str,
     model: str,
     rope: Rope | None,
+    layout: KVLayout | Literal["opaque"] | None,
     made_up: Sequence[Sequence[int]] = (),
 ) -> int:
     plan = Plan(
@@ -193,7 +208,6 @@ def _run(
         timeout=args.timeout,
     )
     engine = make_post_completion(engine_url, model, timeout=args.timeout)
-    layout: Literal["opaque"] | None = "opaque" if args.opaque else None
     kind = LMCacheSDKCacheKind.QUERY
     try:
         prompts = made_up
