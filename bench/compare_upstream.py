@@ -76,16 +76,20 @@ class Comparison:
         self.server = server
         self.pairs = pairs
         self._seed = 0
-        peer = server.peer
         self._proxy = status_proxy(server.http_url, {MODEL: LAYOUT})
-        proxy_url = self._proxy.__enter__()
-        peer_environment = {**peer.environment(), "PYTHONPATH": str(ROOT)}
-        self.upstream = Worker(
-            "upstream", peer.python, [server.url, proxy_url, MODEL], peer_environment
-        )
-        self.ours = Worker(
-            "ours", sys.executable, [server.url, server.http_url, MODEL], dict(os.environ)
-        )
+        self._proxy_url = self._proxy.__enter__()
+        self.upstream = self.start("upstream")
+        self.ours = self.start("ours")
+
+    def start(self, sdk: str) -> Worker:
+        """Return a worker of ``"ours"`` or ``"upstream"`` that has just connected."""
+        server, environment = self.server, dict(os.environ)
+        if sdk == "ours":
+            arguments = [server.url, server.http_url, MODEL]
+            return Worker(sdk, sys.executable, arguments, environment)
+        environment = {**server.peer.environment(), "PYTHONPATH": str(ROOT)}
+        arguments = [server.url, self._proxy_url, MODEL]
+        return Worker(sdk, server.peer.python, arguments, environment)
 
     def close(self) -> None:
         """End both workers."""
@@ -121,13 +125,26 @@ class Comparison:
         print(f"{measure:>28}: {result['ratio']:6.2f}x   {result}", flush=True)
         return result
 
-    def fresh(self, worker: Worker, do: str, chunks: int, stored: bool, **arguments: Any) -> float:
-        """Time something on tokens of their own, in a server that holds nothing else."""
+    def prepare(self, chunks: int, stored: bool) -> int:
+        """Empty the server but for one request, if ``stored``; return its tokens' seed."""
         self.server.clear()
         seed = self.seed()
         if stored:
             self.ours("store", seed=seed, chunks=chunks)
-        return float(worker(do, seed=seed, chunks=chunks, **arguments))
+        return seed
+
+    def fresh(self, worker: Worker, do: str, chunks: int, stored: bool, **arguments: Any) -> float:
+        """Time something on tokens of their own, in a server that holds nothing else."""
+        return float(worker(do, seed=self.prepare(chunks, stored), chunks=chunks, **arguments))
+
+    def first(self, sdk: str, do: str, chunks: int, stored: bool) -> float:
+        """Time the first thing that a client does after it has connected."""
+        worker = self.start(sdk)
+        try:
+            worker("prepare", chunks=chunks)
+            return self.fresh(worker, do, chunks, stored)
+        finally:
+            worker.close()
 
 
 def _in_turn(
@@ -171,6 +188,13 @@ def over_shared_memory(server: RealServer, pairs: int, only: set[str]) -> dict[s
                 lambda: fresh(upstream, "retrieve", CHUNKS, True),
             )
         both("store", "store", stored=False)
+        if wanted("first_store"):
+            results["first_store"] = compare.pair(
+                "first_store",
+                lambda: compare.first("ours", "store", CHUNKS, False),
+                lambda: compare.first("upstream", "store", CHUNKS, False),
+                warm_ups=1,
+            )
         both("modify_middle", "modify", which="middle")
         both("modify_second", "modify", which="second")
         both("retrieve_one_chunk", "retrieve", chunks=1)

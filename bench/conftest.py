@@ -60,21 +60,23 @@ class Server:
 
 @pytest.fixture(scope="module")
 def connect() -> Iterator[Connect]:
-    """Return a function that gives the client of a transport and layout, servers included."""
-    servers: dict[str, Server] = {}
-    clients: dict[tuple[str, KVLayout], KVClient] = {}
+    """Return a function that gives the client of a transport and layout, its server included.
+
+    There is one server at a time, as each takes 6 GB: asking for another transport ends it.
+    """
+    made: dict[tuple[str, KVLayout], KVClient] = {}
     with ExitStack() as stack:
 
         def client(transport: str, layout: KVLayout) -> KVClient:
-            if transport not in servers:
-                servers[transport] = Server(transport, size_gb=6)
-                stack.callback(servers[transport].close)
-            if (transport, layout) not in clients:
-                server = servers[transport]
+            if (transport, layout) not in made:
+                made.clear()
+                stack.close()
+                server = Server(transport, size_gb=6)
+                stack.callback(server.close)
                 model = f"bench/{layout.num_layers}x{layout.width}"
-                made = KVClient(server.url, server.http_url, model, layout=layout, timeout=120)
-                clients[transport, layout] = stack.enter_context(made)
-                assert made.transport_name == transport
-            return clients[transport, layout]
+                new = KVClient(server.url, server.http_url, model, layout=layout, timeout=120)
+                made[transport, layout] = stack.enter_context(new)
+                assert new.transport_name == transport
+            return made[transport, layout]
 
         yield client

@@ -1,4 +1,7 @@
-"""Draw the results' pictures: ``python -m bench.draw``."""
+"""Draw the results' pictures, and put their table into docs/performance.md.
+
+``python -m bench.draw``
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+_BEGIN, _END = "<!-- results -->\n", "<!-- end of results -->\n"
 _OURS, _OTHER = "#1f77b4", "#b8b8b8"
 _MEASURES = {
     "lease": "view all chunks in place\n(upstream: retrieve)",
@@ -20,6 +25,7 @@ _MEASURES = {
     "modify_second": "keep every second token,\nrotate keys",
     "retrieve": "retrieve",
     "store": "store",
+    "first_store": "first store\nof a new client",
     "retrieve_one_chunk": "retrieve one chunk",
     "store_one_chunk": "store one chunk",
     "pickle_store": "store without\nshared memory",
@@ -89,11 +95,47 @@ def draw_roofline(groups: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def table(report: dict[str, Any]) -> str:
+    """The results beside upstream's SDK as a Markdown table."""
+    results, machine = report["results"], report["machine"]
+    lines = [
+        f"{machine['cores']} cores, {machine['processor']}; {report['server']}; medians of "
+        f"{report['pairs']} alternating pairs, with the lowest and highest of their ratios.",
+        "",
+        "| what | ours, ms | upstream's, ms | times as fast | lowest – highest |",
+        "|---|---|---|---|---|",
+    ]
+    for name, title in _MEASURES.items():
+        if name in results:
+            each = results[name]
+            what = title.replace("\n", " ")
+            spread = f"{min(each['ratios']):.1f} – {max(each['ratios']):.1f}"
+            lines.append(
+                f"| {what} | {each['ours_ms']:,.1f} | {each['upstream_ms']:,.1f} | "
+                f"**{each['ratio']:.1f}** | {spread} |"
+            )
+    lines += ["", "| what | |", "|---|---|"]
+    for which in ("middle", "second"):
+        share = results[f"kernel_{which}"]["share_of_roofline"]
+        lines.append(f"| edit kernel ({which}): share of the copy roofline | {share:.2f} |")
+    batch = results["batch_of_8"]
+    lines += [
+        f"| memory that one edit adds | {results['modify_added_bytes'] / 1e6:.2f} MB |",
+        f"| a batch of 8 streams, edited: time of eight single edits × | "
+        f"{batch['ratio_to_eight_singles']:.2f} |",
+        f"| memory that this batch adds | {batch['added_bytes'] / 1e6:.2f} MB |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Draw every picture whose results are there."""
     upstream, groups = RESULTS / "upstream.json", RESULTS / "groups.json"
     if upstream.exists():
-        draw_ratios(json.loads(upstream.read_text()), RESULTS / "upstream.png")
+        results = json.loads(upstream.read_text())
+        draw_ratios(results, RESULTS / "upstream.png")
+        head, _, rest = PAGE.read_text().partition(_BEGIN)
+        PAGE.write_text(head + _BEGIN + table(results) + _END + rest.partition(_END)[2])
     if groups.exists():
         report = json.loads(groups.read_text())
         draw_throughput(report, RESULTS / "throughput.png")
