@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,3 +37,27 @@ def inline_code(page: str) -> list[str]:
     """Return what stands in single backticks outside of the blocks; a line's end is a space."""
     spans = re.findall(r"`([^`]+)`", _BLOCK.sub("", text_of(page)))
     return [" ".join(span.split()) for span in spans]
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of every command in the page's shell blocks."""
+    found = []
+    for block in blocks(page, "bash", "sh", "shell"):
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if set(word) <= set(";&|()<>"):
+                    found.append(words)
+                    words = []
+                else:
+                    words.append(word)
+    return [words for words in map(without_settings, found) if words]
+
+
+def without_settings(words: list[str]) -> list[str]:
+    """Leave out ``NAME=value`` before a program, and the folder that it lies in."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return [words[0].rpartition("/")[2], *words[1:]] if words else []

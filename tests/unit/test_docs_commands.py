@@ -13,31 +13,7 @@ import shlex
 import pytest
 
 from lmcache_fast.cli import COMMANDS
-from tests.pages import PAGES, ROOT, blocks, inline_code
-
-
-def commands(page: str) -> list[list[str]]:
-    """Return the words of every command in the page's shell blocks."""
-    found = []
-    for block in blocks(page, "bash", "sh", "shell"):
-        for line in block.replace("\\\n", " ").splitlines():
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if set(word) <= set(";&|()<>"):
-                    found.append(words)
-                    words = []
-                else:
-                    words.append(word)
-    return [words for words in map(_without_settings, found) if words]
-
-
-def _without_settings(words: list[str]) -> list[str]:
-    """Leave out ``NAME=value`` before a program, and the folder that it lies in."""
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
-    return [words[0].rpartition("/")[2], *words[1:]] if words else []
+from tests.pages import PAGES, ROOT, commands, inline_code, without_settings
 
 
 def make_targets() -> set[str]:
@@ -123,4 +99,4 @@ def test_commands_in_the_text_name_subcommands_and_options_that_exist(page: str)
     ],
 )
 def test_a_wrong_command_would_be_found(command: str, why: str) -> None:
-    assert why in complaint(_without_settings(shlex.split(command)))
+    assert why in complaint(without_settings(shlex.split(command)))
