@@ -199,6 +199,13 @@ def over_shared_memory(server: RealServer, pairs: int, only: set[str]) -> dict[s
         both("modify_second", "modify", which="second")
         both("retrieve_one_chunk", "retrieve", chunks=1)
         both("store_one_chunk", "store", chunks=1, stored=False)
+        if wanted("waits"):
+            server.clear()
+            waits = [ours("waits", seed=compare.seed(), chunks=1) for _ in range(3 * pairs)]
+            for name in ("store", "retrieve"):
+                median = statistics.median(each[name] for each in waits)
+                results[f"{name}_one_chunk_server_ms"] = round(median * 1e3, 2)
+            print(f"{'server alone, one chunk':>28}: {waits[-1]}", flush=True)
         if wanted("kernel"):
             for which in ("middle", "second"):
                 ours("kernel", chunks=CHUNKS, which=which)

@@ -115,6 +115,11 @@ def table(report: dict[str, Any]) -> str:
                 f"**{each['ratio']:.1f}** | {spread} |"
             )
     lines += ["", "| what | |", "|---|---|"]
+    copy_ms = results["kernel_middle"]["copy_seconds"] * 1e3
+    lines.append(f"| a plain copy of the request: the copy roofline | {copy_ms:.1f} ms |")
+    for name in ("retrieve", "store"):
+        waits = results[f"{name}_one_chunk_server_ms"]
+        lines.append(f"| {name} one chunk: the server's answers over a bare socket | {waits} ms |")
     for which in ("middle", "second"):
         share = results[f"kernel_{which}"]["share_of_roofline"]
         lines.append(f"| edit kernel ({which}): share of the copy roofline | {share:.2f} |")

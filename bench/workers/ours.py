@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.workers.bare_socket import WAITED_FOR, round_trips
 from bench.workers.common import Geometry, added_memory, serve, timed
 from lmcache_fast import KVClient, KVLayout, edits
 from lmcache_fast._native import ChunkedSide, copy_runs
@@ -91,6 +92,12 @@ def batch_memory(seeds: list[int], chunks: int) -> int:
     return added_memory(lambda: batch(seeds, chunks))
 
 
+def waits(seed: int, chunks: int) -> dict[str, float]:
+    """Seconds that a store and a retrieve wait for the server over a bare socket."""
+    steps = round_trips(client, geometry.tokens(seed, chunks))
+    return {name: sum(steps[name][each.value] for each in WAITED_FOR[name]) for name in steps}
+
+
 def kernel(chunks: int, which: str) -> dict[str, float]:
     """Seconds of the fused edit and of a plain copy between warm buffers, and the bytes of each."""
     source = _request(chunks)
@@ -150,6 +157,7 @@ if __name__ == "__main__":
                 "batch": batch,
                 "batch_memory": batch_memory,
                 "kernel": kernel,
+                "waits": waits,
                 "transport": lambda: client.transport_name,
             }
         )
