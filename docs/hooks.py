@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
     taken = Files([file for file in files if file.src_dir != config.docs_dir])
-    linked: set[Path] = set()
+    linked = {ROOT / str(name) for name in config.extra_css}
     for path in pages + notebooks:
         name = path.relative_to(ROOT)
         if path.suffix == ".ipynb":

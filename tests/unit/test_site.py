@@ -23,7 +23,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "mkdocs.yml").write_text(re.sub(r"^nav:\n(?: .*\n)+", nav, settings, flags=re.M))
     for folder in ("docs", "examples", "bench/results"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "docs" / "hooks.py", tmp_path / "docs")
+    for name in ("hooks.py", "site.css"):
+        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     (tmp_path / "bench/results/speed.png").write_bytes(PNG)
     (tmp_path / "README.md").write_text(
         "# Front\n[Guide](docs/guide.md#what-if-), [tour](examples/tour.ipynb)\n"
@@ -69,6 +70,7 @@ def test_links_of_the_repository_hold_on_the_site(tree: Path) -> None:
     assert 'src="../bench/results/speed.png"' in guide
     assert (site / "bench/results/speed.png").read_bytes() == PNG
     assert (site / "docs/hooks.py").is_file()
+    assert 'href="docs/site.css"' in front and (site / "docs/site.css").is_file()
 
 
 def test_a_notebook_is_a_page_with_its_output_and_can_be_had_itself(tree: Path) -> None:
