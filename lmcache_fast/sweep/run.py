@@ -94,10 +94,19 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Result:
-    """All rows, the first of them the unedited cache compared with itself."""
+    """What came out.
+
+    Args:
+        plan: what was run.
+        about: on what.
+        continuations: the tokens of each prompt that every cache was asked about.
+        rows: the first of them is the unedited cache, compared with itself.
+        left_out: what could not be run.
+    """
 
     plan: Plan
     about: Mapping[str, Any]
+    continuations: list[list[int]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
 
@@ -108,6 +117,7 @@ class Result:
             "max_tokens": self.plan.max_tokens,
             "num_logprobs": self.plan.num_logprobs,
             "keys_moved": self.plan.rope is not None,
+            "continuations": self.continuations,
             "rows": [asdict(row) for row in self.rows],
             "left_out": [asdict(one) for one in self.left_out],
         }
@@ -149,7 +159,7 @@ class Sweep:
         prompts: Sequence[Sequence[int]],
         salt: str,
         plan: Plan,
-        finished: Callable[[Row], None],
+        finished: Callable[[Row], None] = lambda row: None,
     ) -> None:
         for index, prompt in enumerate(prompts):
             if len(prompt) < context.chunk_size:
@@ -183,6 +193,7 @@ class Sweep:
         result = Result(self._plan, about)
         self._prefill()
         references, unedited = self._reference()
+        result.continuations.extend(one.continuation for one in references)
         self._add(result, unedited)
         for policy in self._plan.policies:
             for ratio in self._plan.ratios:

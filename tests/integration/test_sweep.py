@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lmcache_fast.serve.demo.parts import Parts, start_parts
 from lmcache_fast.serve.engine.model import PRESETS, Model, random_weights
 from lmcache_fast.serve.processes import ChildGroup
 from lmcache_fast.sweep.run import POLICIES
+from tests.teacher import logprobs_of
 
 CONFIG = PRESETS["tiny"]
 CHUNK = 16
@@ -93,20 +94,6 @@ def test_the_picture_is_a_png(swept: tuple[Path, dict[str, Any]]) -> None:
     assert (swept[0] / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def logprobs_of(
-    model: Model, kv: torch.Tensor, behind: Sequence[int], continuation: Sequence[int]
-) -> torch.Tensor:
-    """The model's distribution of each token of a continuation of ``kv`` and what is behind it."""
-    tokens = [*behind, *continuation[:-1]]
-    length = kv.shape[2]
-    room = torch.empty(CONFIG.layout(torch.float32).kv_shape(length + len(tokens)))
-    room[:, :, :length] = kv
-    rows = [
-        model.decode([token], [room], [length + place])[0] for place, token in enumerate(tokens)
-    ]
-    return torch.stack(rows[len(behind) - 1 :]).log_softmax(-1)
-
-
 @pytest.mark.parametrize("policy", ["StreamingLLM", "Random", "KeyDiff", "drop_middle_chunks"])
 def test_the_divergence_is_the_models_own(swept: tuple[Path, dict[str, Any]], policy: str) -> None:
     row = at(swept[1], 0.5)[policy]
@@ -119,7 +106,7 @@ def test_the_divergence_is_the_models_own(swept: tuple[Path, dict[str, Any]], po
         edit = edits.drop_middle_chunks(0.5, rope=rope, chunk_size=CHUNK)
     prompts = np.random.default_rng(SEED).integers(1, CONFIG.vocab_size, (2, PROMPT_TOKENS))
     kls, agreements = [], []
-    for prompt in prompts.tolist():
+    for index, prompt in enumerate(prompts.tolist()):
         whole, behind = prompt[:-4], prompt[-4:]
         kv = torch.empty(CONFIG.layout(torch.float32).kv_shape(len(whole)))
         model.prefill(torch.tensor(whole), kv, 0)
@@ -127,6 +114,7 @@ def test_the_divergence_is_the_models_own(swept: tuple[Path, dict[str, Any]], po
         for _ in range(MAX_TOKENS):
             last = logprobs_of(model, kv, behind, [*continuation, 0])[-1]
             continuation.append(int(last.argmax()))
+        assert continuation == swept[1]["continuations"][index]
         p = logprobs_of(model, kv, behind, continuation)
         q = logprobs_of(model, edit(kv, whole)[0], behind, continuation)
         kls.append((p.exp() * (p - q)).sum(-1))

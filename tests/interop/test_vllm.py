@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ import torch
 import lmcache_fast.sdk.batch as lmc_batch
 import lmcache_fast.sdk.kvcache as lmc_sdk
 import lmcache_fast.sdk.stream as lmc_stream
+from lmcache_fast import cli, edits
+from lmcache_fast.serve.engine.model import Model, random_weights
 from lmcache_fast.vllm import make_post_completion
 from tests.interop import peer
 from tests.interop.processes import wait_until
 from tests.interop.servers import Server, real_server
-from tests.interop.vllm_engine import CHUNK, LAYOUT, Engine, vllm_engine
+from tests.interop.vllm_engine import CHUNK, LAYOUT, MODEL, SEED, Engine, vllm_engine
+from tests.teacher import logprobs_of
 
 pytestmark = pytest.mark.timeout(1200)  # on a loaded machine vLLM takes minutes to start
 CHUNKS = 8
@@ -73,3 +78,41 @@ def test_vllm_decodes_from_the_chunks_that_were_kept(parts: tuple[Server, Engine
         lmc_sdk.close(ctx)
     # vLLM ends its own sessions when it likes; locks are what must not stay.
     wait_until(lambda: not any("lock" in what for what in server.held()), 60, "locks to go")
+
+
+def test_a_sweep_tells_how_far_the_chunks_that_were_kept_move_vllms_output(
+    parts: tuple[Server, Engine], tmp_path: Path
+) -> None:
+    server, engine = parts
+    prompt = [(i * 5 + 3) % 1000 + 2 for i in range(4 * CHUNK + TAIL)]
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(prompt)}\n")
+    policies = ["StreamingLLM", "Knorm", "SnapKV", "drop_middle_chunks"]
+    arguments = [
+        *("--engine-url", engine.url, "--url", server.url, "--http-url", server.http_url),
+        *("--model", engine.model, "--opaque", "--hf-config", engine.model),
+        *("--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "sweep.json")),
+        *("--policies", ",".join(policies), "--ratios", "0.5", "--max-tokens", "4"),
+        *("--logprobs", "-1"),
+    ]
+    assert cli.main(["sweep", *arguments]) == 0
+    result = json.loads((tmp_path / "sweep.json").read_text())
+
+    reasons = {one["policy"]: one["reason"] for one in result["left_out"]}
+    assert "only whole chunks of 256 can be kept or dropped" in reasons["StreamingLLM"]
+    assert "the engine's rows are opaque" in reasons["Knorm"]
+    assert "the engine stores none" in reasons["SnapKV"]
+    unedited, dropped = result["rows"]
+    assert unedited["kl"] < 1e-3 and unedited["covered"] == pytest.approx(1, abs=1e-3)
+    assert (dropped["policy"], dropped["kept"]) == ("drop_middle_chunks", 0.5)
+
+    # The same model in single precision, on the same tokens: half precision is all that differs.
+    weights = {name: one.bfloat16().float() for name, one in random_weights(MODEL, SEED).items()}
+    model = Model(MODEL, weights)
+    kv = torch.empty(MODEL.layout(torch.float32).kv_shape(4 * CHUNK))
+    model.prefill(torch.tensor(prompt[: 4 * CHUNK]), kv, 0)
+    half, _ = edits.drop_middle_chunks(0.5, chunk_size=CHUNK)(kv, prompt[: 4 * CHUNK])
+    (continuation,) = result["continuations"]
+    p, q = (logprobs_of(model, one, prompt[4 * CHUNK :], continuation) for one in (kv, half))
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    assert kl > 0.01
+    assert dropped["kl"] == pytest.approx(kl, rel=0.2)
