@@ -19,6 +19,7 @@
      ├── StoreIncompleteError               part of a prefix could not be stored
      ├── ClosedError                        the object was closed before
      ├── EngineError                        the engine failed while generating
+     ├── NodeLostError                      the node of a cluster that had a stream died
      └── BatchError                         some streams of a batch failed; names each
 
 Every one of them is also a KVCacheSDKError, LMCacheSDKError, LMCacheStreamError,
@@ -146,6 +147,10 @@ class ClosedError(LMCacheFastError):
 
 class EngineError(LMCacheFastError):
     """The engine failed, or broke off, while generating."""
+
+
+class NodeLostError(LMCacheFastError):
+    """The node of a cluster that had a stream died, and no other could take it over."""
 
 
 class BatchError(LMCacheFastError):

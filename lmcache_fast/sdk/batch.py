@@ -319,7 +319,7 @@ class LMCacheBatchedStream:
         with ThreadPoolExecutor(min(max_workers, len(ids)), f"lmcache_fast-{where}") as executor:
             try:
                 futures = {executor.submit(task, self.streams[name]): name for name in ids}
-                with tqdm(total=len(ids), desc=where, disable=_silent(), file=sys.stderr) as bar:
+                with tqdm(total=len(ids), desc=where, disable=is_silent(), file=sys.stderr) as bar:
                     for future in as_completed(futures):
                         try:
                             outcome.results[futures[future]] = future.result()
@@ -338,7 +338,8 @@ class LMCacheBatchedStream:
         return outcome
 
 
-def _silent() -> bool:
+def is_silent() -> bool:
+    """Whether no progress bar is to be shown."""
     return os.environ.get("LMCACHE_FAST_PROGRESS") == "0" or not sys.stderr.isatty()
 
 
