@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,6 +124,45 @@ def test_the_engine_goes_on_from_what_the_sdk_stored(parts: Parts, client: KVCli
     changed = complete(parts.engine_url, prompt, cache_salt="changed")
     assert cached_of(same) == cached_of(changed) == len(prompt) - 1
     assert tokens_of(changed) != original
+
+
+DIES_IN_A_STORE = """
+import os, signal, sys
+import lmcache_fast.sdk.kvcache as lmc_sdk
+from lmcache_fast.protocol.connection import Connection
+
+url, http_url, model, *words = sys.argv[1:]
+tokens = [int(word) for word in words]
+client = lmc_sdk.connect(url, http_url, model)
+kv = client.retrieve(tokens, "shared")
+Connection.commit_store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+client.store(kv * 0.5, tokens[:kv.shape[2]], "half stored")
+"""
+
+
+def test_clients_that_close_or_die_leave_a_live_engine_of_their_model_alone(
+    parts: Parts, client: KVClient
+) -> None:
+    prompt = prompt_of(3 * CHUNK + 1, seed=103)
+    first = complete(parts.engine_url, prompt, cache_salt="shared")
+    lmc_sdk.connect(parts.url, parts.http_url, parts.model_name).close()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", DIES_IN_A_STORE),
+            *(parts.url, parts.http_url, parts.model_name, *map(str, prompt)),
+        ],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    again = complete(parts.engine_url, prompt, cache_salt="shared")
+    assert tokens_of(again) == tokens_of(first) and cached_of(again) == 3 * CHUNK
+    # What the dead client had begun is neither found nor in the engine's way.
+    begun = complete(parts.engine_url, prompt, cache_salt="half stored")
+    assert tokens_of(begun) == tokens_of(first) and cached_of(begun) == 0
+    # The engine's registration is still there, for the next client to learn the layout from.
+    with lmc_sdk.connect(parts.url, parts.http_url, parts.model_name) as other:
+        assert other.layout == client.layout
+        assert other.lookup(prompt, "shared") == 3 * CHUNK
 
 
 def test_the_engine_serves_on_when_its_server_is_gone(children: ChildGroup) -> None:
