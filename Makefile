@@ -13,7 +13,7 @@ DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint docs interop matrix soak fuzz bench wheel clean
+.PHONY: demo test lint docs interop cluster matrix soak fuzz bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
@@ -36,6 +36,11 @@ docs: $(DEV_ENV)
 interop: $(DEV_ENV)
 	$(PYTHON) tests/interop/peer.py $(SERVER_VERSIONS) vllm
 	$(PYTHON) -m pytest tests/interop $(SERVER_VERSIONS:%=--server-version %) $(PYTEST_FLAGS)
+
+# A Ray cluster of three machines on this one, each with a real server and an engine.
+cluster: $(DEV_ENV)
+	$(PYTHON) tests/interop/peer.py 0.5.6
+	$(PYTHON) -m pytest tests/cluster $(PYTEST_FLAGS)
 
 matrix: $(DEV_ENV)
 	$(PYTHON) -m tests.interop.matrix --write docs/compatibility.md

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from lmcache_fast import __version__
 from lmcache_fast.arguments import check_timeout
@@ -66,6 +66,9 @@ class Fleet:
         InvalidInputError: an argument is wrong, or the servers' chunk sizes differ.
     """
 
+    #: What runs on the nodes.
+    worker: ClassVar[type[NodeWorker]] = NodeWorker
+
     def __init__(
         self,
         nodes: Sequence[Node],
@@ -92,7 +95,7 @@ class Fleet:
         self._ray = ray = _load_ray()
         if not ray.is_initialized():
             ray.init()
-        worker = ray.remote(concurrency_groups={_CONTROL: 2})(NodeWorker)
+        worker = ray.remote(concurrency_groups={_CONTROL: 2})(self.worker)
         self._actors: dict[str, Any] = {
             name: worker.options(
                 num_cpus=0,
