@@ -41,18 +41,18 @@ def inline_code(page: str) -> list[str]:
 
 def commands(page: str) -> list[list[str]]:
     """Return the words of every command in the page's shell blocks."""
-    found = []
+    found: list[list[str]] = [[]]
     for block in blocks(page, "bash", "sh", "shell"):
-        for line in block.replace("\\\n", " ").splitlines():
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if set(word) <= set(";&|()<>"):
-                    found.append(words)
-                    words = []
-                else:
-                    words.append(word)
+        text = re.sub(r"(?m)(^|\s)#\s.*$", "", block.replace("\\\n", " ")) + "\n"
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
+        lexer.whitespace_split = True
+        lexer.whitespace = " \t"
+        lexer.commenters = ""
+        for word in lexer:
+            if set(word) <= set(lexer.punctuation_chars):
+                found.append([])
+            else:
+                found[-1].append(word)
     return [words for words in map(without_settings, found) if words]
 
 
