@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -378,6 +379,41 @@ if __name__ == "__main__":
 """
 
 
+def test_an_actor_that_hangs_is_given_up_and_its_streams_move(
+    cluster: Machines, expected: list[list[int]], salt: str
+) -> None:
+    before = node_workers()
+    with ClusterBatchedStream(cluster.nodes, timeout=8) as batch:
+        streams = [batch.add(prompt, salt) for prompt in PROMPTS]
+        batch.prefill(PREFILL)
+        hanging = int((node_workers() - before).pop())
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            batch.modify(EDIT)
+            batch.decode(DECODE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(hanging, signal.SIGKILL)
+        assert outputs(streams) == expected
+        (reason,) = batch.fleet.lost.values()
+        assert "no sign of life for 16 s" in reason
+
+
+def test_streams_without_a_node_are_reported_by_id_and_the_rest_is_untouched(
+    cluster: Machines, salt: str
+) -> None:
+    with ClusterBatchedStream(cluster.nodes[:1]) as batch:
+        streams = [batch.add(prompt, salt) for prompt in PROMPTS[:6]]
+        some = [stream.stream_id for stream in streams[:3]]
+        batch.prefill(PREFILL, stream_ids=some)
+        batch.fleet.lose("north", "the test took it away")
+        with pytest.raises(BatchError, match="no node is left") as caught:
+            batch.prefill(PREFILL)
+        assert set(caught.value.failures) == set(batch.streams)
+        assert all(isinstance(error, NodeLostError) for error in caught.value.failures.values())
+        assert [len(stream.output_tokens) for stream in streams] == [1, 1, 1, 0, 0, 0]
+
+
 class Killer(threading.Thread):
     """Kills the machine of the first stream that is through with a phase, while others are not.
 
@@ -441,18 +477,3 @@ def test_a_node_that_dies_in_a_phase_costs_time_and_no_stream(
         assert {stream.moves for stream in streams} == {0, 1}
         # Streams that were through with their last phase have nothing to move for.
         assert phase == "decode" or killer.victim not in {stream.node for stream in streams}
-
-
-def test_streams_without_a_node_are_reported_by_id_and_the_rest_is_untouched(
-    cluster: Machines, salt: str
-) -> None:
-    with ClusterBatchedStream(cluster.nodes[:1]) as batch:
-        streams = [batch.add(prompt, salt) for prompt in PROMPTS[:6]]
-        some = [stream.stream_id for stream in streams[:3]]
-        batch.prefill(PREFILL, stream_ids=some)
-        batch.fleet.lose("north", "the test took it away")
-        with pytest.raises(BatchError, match="no node is left") as caught:
-            batch.prefill(PREFILL)
-        assert set(caught.value.failures) == set(batch.streams)
-        assert all(isinstance(error, NodeLostError) for error in caught.value.failures.values())
-        assert [len(stream.output_tokens) for stream in streams] == [1, 1, 1, 0, 0, 0]
