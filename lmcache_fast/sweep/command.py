@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from lmcache_fast.edits import Rope
 from lmcache_fast.errors import InvalidInputError
@@ -28,6 +29,7 @@ from lmcache_fast.vllm import make_post_completion
 _URL = "tcp://localhost:6555"
 _HTTP_URL = "http://localhost:8080"
 _BUDGET = 32768
+_POOL_BYTES = 1 << 30
 _COLUMNS = (
     f"{'':20}{'ratio':>7}{'kept':>7}{'tokens/s':>10}{'gain':>7}{'edit ms':>9}"
     f"{'read MB':>9}{'wrote MB':>10}{'KL':>10}{'agree':>7}{'covered':>9}"
@@ -168,14 +170,20 @@ def _run_embedded(args: argparse.Namespace, children: ChildGroup) -> int:
             f"--model is {model!r}; without --engine-url expected one of {', '.join(PRESETS)}"
         )
     config = PRESETS[model]
-    budget = max(1, args.requests // 2) * (args.prompt_tokens + args.max_tokens)
+    whole = args.prompt_tokens + args.max_tokens
+    budget = args.kv_budget_tokens or (
+        max(1, args.requests // 2) * whole if args.prompts is None else _BUDGET
+    )
+    token_bytes = config.layout(torch.float32).token_bytes
+    token_bytes += config.query_layout(torch.float32).token_bytes
     print("starting a cache server and an engine ...", file=sys.stderr, flush=True)
     parts = start_parts(
         children,
         model=model,
         chunk_size=args.chunk_size,
-        pool_bytes=1 << 30,
-        kv_budget_tokens=args.kv_budget_tokens or (budget if args.prompts is None else _BUDGET),
+        # The prompts and the edits of some rows; older ones may be evicted.
+        pool_bytes=max(_POOL_BYTES, 4 * args.requests * whole * token_bytes),
+        kv_budget_tokens=budget,
         seed=args.seed,
         store_queries=True,
     )

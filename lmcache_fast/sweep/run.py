@@ -171,7 +171,8 @@ class Sweep:
         self._queries = queries
         self._engine = engine
         self._prompts = prompts
-        self._salt = salt
+        self._salt = self._first_salt = salt
+        self._salts = 0
         self._plan = plan
         self._finished = finished
         self._scorer = Scorer(engine, plan.num_logprobs)
@@ -191,7 +192,7 @@ class Sweep:
             "prompt_tokens": [len(prompt) for prompt in self._prompts],
         }
         result = Result(self._plan, about)
-        self._prefill()
+        self._prefill(False)
         references, unedited = self._reference()
         result.continuations.extend(one.continuation for one in references)
         self._add(result, unedited)
@@ -221,13 +222,21 @@ class Sweep:
             )
         return batch
 
-    def _prefill(self) -> None:
-        """Let the engine store the prompts that are not cached (any more)."""
-        size = self._context.chunk_size
-        for prompt in self._prompts:
-            if self._context.lookup(prompt, self._salt) < len(prompt) // size * size:
-                self._batch(False, False).prefill(_GREEDY)
-                return
+    def _prefill(self, with_queries: bool) -> None:
+        """Let the engine store what is not cached (any more)."""
+        if with_queries and self._queries is not None and not self._is_cached(self._queries):
+            # An engine makes queries of what it computes, and it computes what nobody has cached.
+            self._salts += 1
+            self._salt = f"{self._first_salt}-{self._salts}"
+        if not self._is_cached(self._context):
+            self._batch(False, False).prefill(_GREEDY)
+
+    def _is_cached(self, client: LMCacheSDKContext) -> bool:
+        size = client.chunk_size
+        return all(
+            client.lookup(prompt, self._salt) >= len(prompt) // size * size
+            for prompt in self._prompts
+        )
 
     def _decode(self, batch: lmc_batch.LMCacheBatchedStream) -> float:
         report = batch.decode({**_GREEDY, "max_tokens": self._plan.max_tokens})
@@ -277,7 +286,7 @@ class Sweep:
                 "it needs queries, and the engine stores none: nothing is registered as "
                 f"{self._context.model_name}##query"
             )
-        self._prefill()
+        self._prefill(edit.needs_queries)
         batch = self._batch(edit.needs_queries, True)
         before = self._bytes_moved()
         try:

@@ -15,6 +15,7 @@ from lmcache_fast import cli, edits
 from lmcache_fast.serve.demo.parts import Parts, start_parts
 from lmcache_fast.serve.engine.model import PRESETS, Model, random_weights
 from lmcache_fast.serve.processes import ChildGroup
+from lmcache_fast.sweep import command
 from lmcache_fast.sweep.run import POLICIES
 from tests.teacher import logprobs_of
 
@@ -33,7 +34,10 @@ MADE_UP = (
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sweep")
     files = ["--json", str(folder / "sweep.json"), "--picture", str(folder / "sweep.png")]
-    assert cli.main(["sweep", *MADE_UP, *files]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        # A pool in which later rows' caches take the place of earlier ones'.
+        patch.setattr(command, "_POOL_BYTES", 0)
+        assert cli.main(["sweep", *MADE_UP, *files]) == 0
     return folder, json.loads((folder / "sweep.json").read_text())
 
 
