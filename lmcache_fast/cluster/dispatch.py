@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,8 +30,9 @@ from lmcache_fast.errors import LMCacheFastError, NodeLostError
 
 #: How often a stream goes to another node because its own died.
 MAX_MOVES = 2
-#: Prompts that the nodes are asked about at a time, which bounds what is under way.
-_PROMPTS_A_ROUND = 512
+#: Prompts, and tokens of them, that the nodes are asked about at a time: what is under way at most.
+_ASKED_PROMPTS = 512
+_ASKED_TOKENS = 1 << 23
 _phase_numbers = itertools.count()
 
 
@@ -148,26 +150,37 @@ class Dispatcher:
         if len(self.nodes.names) < 2 or not streams:
             return None
         counts = {name: np.zeros(len(streams), np.int64) for name in self.nodes.names}
-        for begin in range(0, len(streams), _PROMPTS_A_ROUND):
-            asked = streams[begin : begin + _PROMPTS_A_ROUND]
-            data = encode(Prompts([pack(s.prompt) for s in asked], [s.cache_salt for s in asked]))
-            shared = self.nodes.share(data)
-            waiting = {self.nodes.ask_hits(name, shared): name for name in self.nodes.names}
-            for name in waiting.values():
-                tally.nodes.setdefault(name, NodeTally()).bytes_sent += len(data)
-            while waiting:
-                for ticket, answer in self.nodes.collect(waiting):
-                    name = waiting.pop(ticket)
-                    if not isinstance(answer, bytes):
-                        continue
-                    tally.nodes[name].bytes_received += len(answer)
-                    hits = decode(answer, Hits)
-                    if hits.sick:
-                        self.nodes.lose(name, hits.sick)
-                    else:
-                        found = np.frombuffer(hits.counts, np.int64)
-                        counts[name][begin : begin + len(asked)] = found
+        begin = 0
+        while begin < len(streams):
+            end = _end_of_call(streams, begin)
+            found = self._ask(streams[begin:end], tally)
+            for name, answer in found.items():
+                counts[name][begin:end] = answer
+            begin = end
         return counts
+
+    def _ask(self, streams: Sequence[ClusterStream], tally: Tally) -> dict[str, Counts]:
+        """Ask every node about a bounded number of streams, in one call each."""
+        data = encode(Prompts([pack(s.prompt) for s in streams], [s.cache_salt for s in streams]))
+        shared = self.nodes.share(data)
+        waiting: dict[object, str] = {}
+        for name in self.nodes.names:
+            with suppress(NodeLostError):
+                waiting[self.nodes.ask_hits(name, shared)] = name
+                tally.nodes.setdefault(name, NodeTally()).bytes_sent += len(data)
+        found: dict[str, Counts] = {}
+        while waiting:
+            for ticket, answer in self.nodes.collect(waiting):
+                name = waiting.pop(ticket)
+                if not isinstance(answer, bytes):
+                    continue
+                tally.nodes[name].bytes_received += len(answer)
+                hits = decode(answer, Hits)
+                if hits.sick:
+                    self.nodes.lose(name, hits.sick)
+                else:
+                    found[name] = np.frombuffer(hits.counts, np.int64)
+        return found
 
 
 @dataclass
@@ -308,6 +321,16 @@ class _Run:
             tally.failed += 1
         self._tally.failures[stream.stream_id] = error
         self._finished()
+
+
+def _end_of_call(streams: Sequence[ClusterStream], begin: int) -> int:
+    """Return how far a call about ``streams[begin:]`` goes: one stream at least."""
+    tokens = len(streams[begin].prompt)
+    for end in range(begin + 1, min(len(streams), begin + _ASKED_PROMPTS)):
+        tokens += len(streams[end].prompt)
+        if tokens > _ASKED_TOKENS:
+            return end
+    return min(len(streams), begin + _ASKED_PROMPTS)
 
 
 def next_phase_number() -> int:

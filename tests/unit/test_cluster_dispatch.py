@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmcache_fast.cluster import dispatch
 from lmcache_fast.cluster.dispatch import MAX_MOVES, Dispatcher, Tally, next_phase_number
 from lmcache_fast.cluster.messages import Phase
 from lmcache_fast.cluster.routing import Router
@@ -269,6 +270,22 @@ def test_streams_go_where_the_longest_prefix_is_and_each_node_is_asked_once() ->
     assert batch.nodes.rounds == {name: 1 for name in NAMES}
     batch.run(modify())
     assert batch.nodes.rounds == {name: 1 for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "calls"),
+    [(5, 10**9, 5), (24, 10**9, 1), (512, 3 * NUM_TOKENS, 8), (512, 1, 24)],
+)
+def test_a_call_about_prompts_is_bounded_in_prompts_and_tokens(
+    monkeypatch: pytest.MonkeyPatch, prompts: int, tokens: int, calls: int
+) -> None:
+    monkeypatch.setattr(dispatch, "_ASKED_PROMPTS", prompts)
+    monkeypatch.setattr(dispatch, "_ASKED_TOKENS", tokens)
+    batch = Batch(*NAMES, ask_nodes=True)
+    list(batch.nodes.workers["b"].engine(batch.streams[-1].prompt.tolist(), {}, ""))
+    batch.run(prefill())
+    assert batch.nodes.rounds == {name: calls for name in NAMES}
+    assert batch.streams[-1].node == "b"
 
 
 def test_a_node_that_dies_while_it_is_asked_holds_nothing() -> None:
