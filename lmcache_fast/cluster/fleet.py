@@ -256,8 +256,12 @@ class Fleet:
                 )
             except ray.exceptions.RayTaskError as error:
                 self.left_out[name] = str(_cause(error))
-            except (ray.exceptions.RayError, LMCacheFastError) as error:
-                self.left_out[name] = _first_line(error)
+            except ray.exceptions.RayError as error:
+                # Ray tells that the actor died, a traceback, and last why.
+                told = [line.strip() for line in str(error).splitlines() if line.strip()]
+                self.left_out[name] = f"its actor could not start: {told[-1] if told else error!r}"
+            except LMCacheFastError as error:
+                self.left_out[name] = str(error)
         for name, reason in self.left_out.items():
             ray.kill(self._actors.pop(name))
             warnings.warn(f"node {name} is left out: {reason}", stacklevel=3)
