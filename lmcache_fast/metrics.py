@@ -22,6 +22,11 @@ _LABELS = {
     "input_tput": "Input tokens a second",
     "output_tokens": "Output tokens",
     "output_tput": "Output tokens a second",
+    "num_nodes": "Nodes",
+    "num_moved": "Streams moved",
+    "driver_seconds": "Driver's CPU time (s)",
+    "bytes_sent": "Bytes sent",
+    "bytes_received": "Bytes received",
 }
 
 
