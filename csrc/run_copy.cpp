@@ -13,8 +13,11 @@
 namespace lmcache_fast {
 namespace {
 
+#ifndef LMCACHE_FAST_STREAM_FROM  // tests stream less, which takes less time
+#define LMCACHE_FAST_STREAM_FROM (4 << 20)
+#endif
 // Below this a target is likely to be read again from the cache.
-constexpr std::int64_t kStreamFrom = std::int64_t{4} << 20;
+constexpr std::int64_t kStreamFrom = LMCACHE_FAST_STREAM_FROM;
 // Below this another thread costs more than it brings.
 constexpr std::int64_t kParallelFrom = std::int64_t{256} << 10;
 constexpr std::int64_t kTileBytes = std::int64_t{512} << 10;
@@ -33,9 +36,10 @@ class Mover {
     void move(const Piece* begin, const Piece* end, std::int64_t from, std::int64_t to,
               bool keys) const {
         for (const Piece* at = begin; at < end;) {
-            const Piece* stop = batch_end(at, end, keys);
-            if (keys && at->table_row >= 0) {
-                rotate(at, stop, end, from, to);
+            const bool rotated = keys && at->table_row >= 0;
+            const Piece* stop = batch_end(at, end, keys, kStreams);
+            if (rotated) {
+                rotate(at, stop, end, from, to, nullptr);
             } else {
                 copy(at, stop, end, from, to);
             }
@@ -43,10 +47,27 @@ class Mover {
         }
     }
 
+    /// Keys and values of a layer.
+    void move_both(const Piece* begin, const Piece* end, std::int64_t from, std::int64_t to,
+                   const ValueRows& values) const {
+        for (const Piece* at = begin; at < end;) {
+            const bool rotated = at->table_row >= 0;
+            const Piece* stop = batch_end(at, end, true, rotated ? kStreams / 2 : kStreams);
+            if (rotated) {
+                rotate(at, stop, end, from, to, &values);
+            } else {
+                copy(at, stop, end, from, to);
+                copy(at, stop, end, from + values.source, to + values.target);
+            }
+            at = stop;
+        }
+    }
+
   private:
-    /// Up to kStreams pieces of one kind and length.
-    static const Piece* batch_end(const Piece* at, const Piece* end, bool keys) {
-        const Piece* most = at + std::min<std::ptrdiff_t>(end - at, kStreams);
+    /// Up to `streams` pieces of one kind and length.
+    static const Piece* batch_end(const Piece* at, const Piece* end, bool keys,
+                                  std::ptrdiff_t streams) {
+        const Piece* most = at + std::min(end - at, streams);
         const Piece* stop = at + 1;
         while (stop < most && stop->bytes == at->bytes &&
                (!keys || (stop->table_row < 0) == (at->table_row < 0))) {
@@ -78,7 +99,7 @@ class Mover {
     }
 
     void rotate(const Piece* at, const Piece* stop, const Piece* end, std::int64_t from,
-                std::int64_t to) const {
+                std::int64_t to, const ValueRows* values) const {
         RotatedRow rows[kStreams];
         HeadShape heads = rotation_->heads();
         heads.num_heads = at->bytes / heads.head_bytes();  // a piece may be less than a row
@@ -89,9 +110,10 @@ class Mover {
             rows[i] = {at[i].source + from, at[i].target + to, rotation_->cosines(at[i].table_row),
                        rotation_->sines(at[i].table_row)};
             next[i] = stop + i < end ? stop[i].source + from : rows[i].source;
-            stream = stream && aligned(rows[i].target, at[i].bytes);
+            stream = stream && aligned(rows[i].target, at[i].bytes) &&
+                     (values == nullptr || aligned(rows[i].target + values->target, kLine));
         }
-        kernels_.rotate(heads, rows, next, count, stream);
+        kernels_.rotate(heads, rows, next, count, stream, values);
     }
 
     const Kernels& kernels_;
@@ -130,7 +152,10 @@ void copy_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* 
     // Layers vary fastest: the next tile of a thread needs the same rows of the rotation's tables.
     const auto layers = static_cast<std::size_t>(from.layers);
     const auto planes = static_cast<std::size_t>(from.planes);
-    const std::size_t tiles = (begins.size() - 1) * planes * layers;
+    const bool both = rotation != nullptr && planes == 2 && kernels.takes_turns();
+    const std::size_t parts = both ? 1 : planes;
+    const std::size_t tiles = (begins.size() - 1) * parts * layers;
+    const ValueRows values{from.plane_stride, to.plane_stride};
     const unsigned threads =
         total < kParallelFrom ? 1 : (num_threads != 0 ? num_threads : default_num_threads());
     std::atomic<bool> intact{true};
@@ -139,12 +164,18 @@ void copy_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* 
         const bool survived = survives_bus_error([&] {
             for (std::size_t tile = 0; queue.take(tile);) {
                 const auto layer = static_cast<std::int64_t>(tile % layers);
-                const auto plane = static_cast<std::int64_t>(tile / layers % planes);
-                const std::size_t group = tile / layers / planes;
-                const Piece* pieces = plan.pieces.data();
-                mover.move(pieces + begins[group], pieces + begins[group + 1],
-                           plane * from.plane_stride + layer * from.layer_stride,
-                           plane * to.plane_stride + layer * to.layer_stride, plane == 0);
+                const auto plane = static_cast<std::int64_t>(tile / layers % parts);
+                const std::size_t group = tile / layers / parts;
+                const Piece* const begin = plan.pieces.data() + begins[group];
+                const Piece* const end = plan.pieces.data() + begins[group + 1];
+                const std::int64_t source_at =
+                    plane * from.plane_stride + layer * from.layer_stride;
+                const std::int64_t target_at = plane * to.plane_stride + layer * to.layer_stride;
+                if (both) {
+                    mover.move_both(begin, end, source_at, target_at, values);
+                } else {
+                    mover.move(begin, end, source_at, target_at, plane == 0);
+                }
             }
         });
         if (!survived) intact = false;

@@ -126,6 +126,7 @@ void fence() {
 
 }  // namespace
 
-const Kernels kAvx2Kernels{"avx2", supported, stream_copy<Avx2>, vector_rotate<Avx2>, fence};
+const Kernels kAvx2Kernels{"avx2", supported, takes_turns, stream_copy<Avx2>, vector_rotate<Avx2>,
+                           fence};
 
 }  // namespace lmcache_fast

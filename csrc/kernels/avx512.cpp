@@ -25,8 +25,8 @@ struct Avx512 {
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static bool any_nan(Floats a, Floats b, Floats c, Floats d) {
-        return (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(c, d, _CMP_UNORD_Q)) !=
-               0;
+        const __mmask16 numbers = _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q);
+        return _mm512_mask_cmp_ps_mask(numbers, c, d, _CMP_ORD_Q) != 0xffff;
     }
     static void prefetch(const std::byte* at) {
         _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
@@ -49,9 +49,20 @@ struct Avx512::Format<BFloat16> {
         a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
         b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
     }
+    // Both results are cut into their upper and lower halves. An upper half grows by one where the
+    // lower one is more than half a unit, or exactly that and the upper one odd.
     static void store(std::byte* to, __m512 a, __m512 b, bool stream) {
-        const __m512i even = _mm512_srli_epi32(round(a), 16);
-        store_bits(to, _mm512_mask_blend_epi16(0xaaaaaaaaU, even, round(b)), stream);
+        const __m512i even = _mm512_castps_si512(a);
+        const __m512i odd = _mm512_castps_si512(b);
+        const __m512i swap = _mm512_broadcast_i32x4(
+            _mm_set_epi8(13, 12, 15, 14, 9, 8, 11, 10, 5, 4, 7, 6, 1, 0, 3, 2));
+        constexpr __mmask64 kLow = 0x3333333333333333U;
+        const __m512i upper = _mm512_mask_shuffle_epi8(odd, kLow, even, swap);
+        const __m512i lower = _mm512_mask_shuffle_epi8(even, ~kLow, odd, swap);
+        constexpr int kOrAnd = 0xf8;  // lower | (upper & 1)
+        const __m512i rest = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), kOrAnd);
+        const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(-0x8000));
+        store_bits(to, _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1)), stream);
     }
     static void angles(const float* from, __m512& a, __m512& b) {
         const __m512i even =
@@ -61,13 +72,6 @@ struct Avx512::Format<BFloat16> {
         const __m512 high = _mm512_loadu_ps(from + 16);
         a = _mm512_permutex2var_ps(low, even, high);
         b = _mm512_permutex2var_ps(low, odd, high);
-    }
-
-  private:
-    static __m512i round(__m512 value) {
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     }
 };
 
@@ -120,7 +124,7 @@ void fence() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels{"avx512", supported, stream_copy<Avx512>, vector_rotate<Avx512>,
-                             fence};
+const Kernels kAvx512Kernels{
+    "avx512", supported, takes_turns, stream_copy<Avx512>, vector_rotate<Avx512>, fence};
 
 }  // namespace lmcache_fast

@@ -20,18 +20,27 @@ struct RotatedRow {
     const float* sines;
 };
 
+/// From each row of keys to the values of the same token, in bytes.
+struct ValueRows {
+    std::ptrdiff_t source;
+    std::ptrdiff_t target;
+};
+
 struct Kernels {
     const char* name;
     bool (*supported)();
+    /// Whether several pieces are best moved in turn.
+    bool (*takes_turns)();
 
     /// Copies kStreams pieces of `bytes` (a multiple of 64; targets aligned to 64) past the cache
     /// and prefetches `next`, the pieces that come after them.
     void (*stream_copy)(const std::byte* const* sources, std::byte* const* targets,
                         const std::byte* const* next, std::size_t bytes);
     /// Rotates `count` (at most kStreams) rows and prefetches `next`. `stream`: past the cache;
-    /// targets are aligned to 64 and rows a multiple of 64 bytes then.
+    /// targets are aligned to 64 and rows a multiple of 64 bytes then. With `values` these are
+    /// copied along: while they wait for the memory, keys are computed.
     void (*rotate)(const HeadShape& heads, const RotatedRow* rows, const std::byte* const* next,
-                   std::size_t count, bool stream);
+                   std::size_t count, bool stream, const ValueRows* values);
     /// Makes what this thread streamed visible before anything it writes later.
     void (*fence)();
 };

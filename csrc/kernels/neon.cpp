@@ -120,6 +120,7 @@ void fence() {
 
 }  // namespace
 
-const Kernels kNeonKernels{"neon", supported, stream_copy<Neon>, vector_rotate<Neon>, fence};
+const Kernels kNeonKernels{"neon", supported, takes_turns, stream_copy<Neon>, vector_rotate<Neon>,
+                           fence};
 
 }  // namespace lmcache_fast

@@ -121,6 +121,14 @@ void scalar_rotate_rows(const HeadShape& heads, const RotatedRow* rows, std::siz
     }
 }
 
+[[maybe_unused]] void copy_values(const HeadShape& heads, const RotatedRow* rows, std::size_t count,
+                                  const ValueRows& values) {
+    for (std::size_t i = 0; i < count; ++i) {
+        std::memcpy(rows[i].target + values.target, rows[i].source + values.source,
+                    static_cast<std::size_t>(heads.row_bytes()));
+    }
+}
+
 [[maybe_unused]] void scalar_rotate(const HeadShape& heads, const RotatedRow* rows,
                                     std::size_t count) {
     switch (heads.element) {

@@ -2,7 +2,7 @@
 //
 // Isa gives:
 //   Floats                       a vector of kLanes floats
-//   load, multiply, add, subtract, prefetch
+//   load, multiply, add, subtract, prefetch, stream_line
 //   any_nan(a, b, c, d)          whether any of them has a NaN
 //   Format<Type>                 2 * kLanes elements of memory as two vectors, in any fixed order:
 //     load(from, a, b)
@@ -24,7 +24,8 @@ namespace {
 
 constexpr std::int64_t kMaxHalf = 128;  // of the heads that are rotated in vectors
 
-template <typename Isa, typename Type, bool kInterleaved, bool kStream>
+/// kHalf: of the heads, where it is known before; they are rotated as a whole then.
+template <typename Isa, typename Type, bool kInterleaved, bool kStream, std::int64_t kHalf = 0>
 class VectorRotation {
     using Floats = typename Isa::Floats;
     using Format = typename Isa::template Format<Type>;
@@ -33,7 +34,12 @@ class VectorRotation {
     static constexpr std::int64_t kAngles = kInterleaved ? Isa::kLanes : kStep;
 
   public:
-    explicit VectorRotation(const HeadShape& heads) : heads_(heads), half_(heads.rotary_dim / 2) {}
+    VectorRotation(const HeadShape& heads, const ValueRows* values, bool stream)
+        : heads_(heads),
+          half_(kHalf != 0 ? kHalf : heads.rotary_dim / 2),
+          head_bytes_(heads.head_dim * Type::kBytes),
+          values_(values),
+          stream_values_(stream && head_bytes() % 64 == 0) {}
 
     void rows(const RotatedRow* rows, const std::byte* const* next, std::size_t count) const {
         alignas(64) float angles[kStreams][2 * kMaxHalf];
@@ -44,28 +50,32 @@ class VectorRotation {
                 continue;
             }
             order(rows[i].cosines, angles[i]);
-            order(rows[i].sines, angles[i] + half_);
+            order(rows[i].sines, angles[i] + half());
             prepared[i] = angles[i];
         }
         if (takes_turns()) {
             for (std::int64_t head = 0; head < heads_.num_heads; ++head) {
-                for (std::size_t i = 0; i < count; ++i)
-                    rotate_head(rows[i], head, prepared[i], next[i]);
+                for (std::size_t i = 0; i < count; ++i) {
+                    move_head(rows[i], head, prepared[i], next[i], true);
+                }
             }
             return;
         }
         for (std::size_t i = 0; i < count; ++i) {
             const std::byte* following = i + 1 < count ? rows[i + 1].source : next[0];
             for (std::int64_t head = 0; head < heads_.num_heads; ++head) {
-                rotate_head(rows[i], head, prepared[i], following);
+                move_head(rows[i], head, prepared[i], following, false);
             }
         }
     }
 
   private:
+    std::int64_t half() const { return kHalf != 0 ? kHalf : half_; }
+    std::int64_t head_bytes() const { return kHalf != 0 ? 2 * kHalf * Type::kBytes : head_bytes_; }
+
     /// Puts whole steps of a table row in the order that Format wants.
     void order(const float* from, float* to) const {
-        for (std::int64_t j = 0; j + kAngles <= half_; j += kAngles) {
+        for (std::int64_t j = 0; j + kAngles <= half(); j += kAngles) {
             if (kInterleaved) {
                 Isa::store(to + j, Isa::load(from + j));
                 continue;
@@ -78,18 +88,30 @@ class VectorRotation {
         }
     }
 
-    void rotate_head(const RotatedRow& row, std::int64_t head, const float* angles,
-                     const std::byte* following) const {
-        const std::int64_t head_bytes = heads_.head_dim * Type::kBytes;
-        const std::byte* source = row.source + head * head_bytes;
-        std::byte* target = row.target + head * head_bytes;
-        for (std::int64_t at = 0; at < head_bytes; at += 64) {
-            Isa::prefetch(following + head * head_bytes + at);
+    void move_head(const RotatedRow& row, std::int64_t head, const float* angles,
+                   const std::byte* following, bool turns) const {
+        const std::int64_t begin = head * head_bytes();
+        fetch(row.source, following, begin, turns);
+        rotate_head(row, row.source + begin, row.target + begin, angles);
+        if (values_ == nullptr) return;
+        const std::byte* const source = row.source + values_->source;
+        std::byte* const target = row.target + values_->target;
+        fetch(source, following + values_->source, begin, turns);
+        if (!stream_values_) {
+            std::memcpy(target + begin, source + begin, static_cast<std::size_t>(head_bytes()));
+            return;
         }
+        for (std::int64_t at = begin; at < begin + head_bytes(); at += 64) {
+            Isa::stream_line(source + at, target + at);
+        }
+    }
+
+    void rotate_head(const RotatedRow& row, const std::byte* source, std::byte* target,
+                     const float* angles) const {
         const float* cosines = angles;
-        const float* sines = angles + half_;
+        const float* sines = angles + half();
         std::int64_t j = 0;
-        for (; j + kAngles <= half_; j += kAngles) {
+        for (; j + kAngles <= half(); j += kAngles) {
             const bool done =
                 kInterleaved
                     ? rotate_interleaved(source + 2 * j * Type::kBytes,
@@ -98,17 +120,36 @@ class VectorRotation {
                                    cosines + j, sines + j);
             if (!done) scalar(row, source, target, j, j + kAngles);
         }
-        if (j < half_) scalar(row, source, target, j, half_);
+        if (j < half()) scalar(row, source, target, j, half());
         const std::int64_t rotated = heads_.rotary_dim * Type::kBytes;
         if (heads_.head_dim > heads_.rotary_dim) {
             std::memcpy(target + rotated, source + rotated,
-                        static_cast<std::size_t>(head_bytes - rotated));
+                        static_cast<std::size_t>(head_bytes() - rotated));
+        }
+    }
+
+    /// Fetches a head's worth: of the following row, or a little further on in this one.
+    void fetch(const std::byte* source, const std::byte* following, std::int64_t begin,
+               bool turns) const {
+        const std::int64_t row_bytes = heads_.num_heads * head_bytes();
+        constexpr auto kAhead = static_cast<std::int64_t>(kAheadBytes);
+        if (turns && row_bytes > kAhead && head_bytes() <= kAhead) {
+            begin += kAhead;
+            if (begin < row_bytes) {
+                following = source;
+            } else {
+                begin -= row_bytes;
+            }
+        }
+        for (std::int64_t at = begin; at < begin + head_bytes(); at += 64) {
+            Isa::prefetch(following + at);
         }
     }
 
     void scalar(const RotatedRow& row, const std::byte* source, std::byte* target,
                 std::int64_t begin, std::int64_t end) const {
-        rotate_pairs<Type>(source, target, row.cosines, row.sines, begin, end, half_, kInterleaved);
+        rotate_pairs<Type>(source, target, row.cosines, row.sines, begin, end, half(),
+                           kInterleaved);
     }
 
     static void rotate(Floats& x, Floats& y, Floats cosine, Floats sine) {
@@ -117,10 +158,10 @@ class VectorRotation {
         x = turned;
     }
 
-    /// kStep pairs whose second halves stand half_ elements later. False: has a NaN, nothing done.
+    /// kStep pairs whose second halves stand half() elements later. False: has a NaN, nothing done.
     bool rotate_split(const std::byte* source, std::byte* target, const float* cosines,
                       const float* sines) const {
-        const std::int64_t later = half_ * Type::kBytes;
+        const std::int64_t later = half() * Type::kBytes;
         Floats xa;
         Floats xb;
         Floats ya;
@@ -149,34 +190,41 @@ class VectorRotation {
 
     const HeadShape heads_;
     const std::int64_t half_;
+    const std::int64_t head_bytes_;
+    const ValueRows* const values_;
+    const bool stream_values_;
 };
 
 template <typename Isa, typename Type>
 void vector_rotate_rows(const HeadShape& heads, const RotatedRow* rows,
-                        const std::byte* const* next, std::size_t count, bool stream) {
+                        const std::byte* const* next, std::size_t count, bool stream,
+                        const ValueRows* values) {
     using Format = typename Isa::template Format<Type>;
     const std::int64_t half = heads.rotary_dim / 2;
     if (half > kMaxHalf || (heads.interleaved && !Format::kSplitsPairs)) {
         scalar_rotate_rows<Type>(heads, rows, count);
+        if (values != nullptr) copy_values(heads, rows, count, *values);
     } else if (heads.interleaved) {
-        VectorRotation<Isa, Type, true, false>(heads).rows(rows, next, count);
+        VectorRotation<Isa, Type, true, false>(heads, values, stream).rows(rows, next, count);
+    } else if (stream && half == 64 && heads.head_dim == 128) {
+        VectorRotation<Isa, Type, false, true, 64>(heads, values, stream).rows(rows, next, count);
     } else if (stream && heads.rotary_dim == heads.head_dim && half % (2 * Isa::kLanes) == 0) {
-        VectorRotation<Isa, Type, false, true>(heads).rows(rows, next, count);
+        VectorRotation<Isa, Type, false, true>(heads, values, stream).rows(rows, next, count);
     } else {
-        VectorRotation<Isa, Type, false, false>(heads).rows(rows, next, count);
+        VectorRotation<Isa, Type, false, false>(heads, values, stream).rows(rows, next, count);
     }
 }
 
 template <typename Isa>
 void vector_rotate(const HeadShape& heads, const RotatedRow* rows, const std::byte* const* next,
-                   std::size_t count, bool stream) {
+                   std::size_t count, bool stream, const ValueRows* values) {
     switch (heads.element) {
         case Element::kBFloat16:
-            return vector_rotate_rows<Isa, BFloat16>(heads, rows, next, count, stream);
+            return vector_rotate_rows<Isa, BFloat16>(heads, rows, next, count, stream, values);
         case Element::kFloat16:
-            return vector_rotate_rows<Isa, Float16>(heads, rows, next, count, stream);
+            return vector_rotate_rows<Isa, Float16>(heads, rows, next, count, stream, values);
         case Element::kFloat32:
-            return vector_rotate_rows<Isa, Float32>(heads, rows, next, count, stream);
+            return vector_rotate_rows<Isa, Float32>(heads, rows, next, count, stream, values);
     }
 }
 
