@@ -13,10 +13,12 @@ DEMO_ENV := $(if $(OWN_ENV),.venv/.demo)
 DEV_ENV := $(if $(OWN_ENV),.venv/.dev)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint docs interop cluster matrix soak fuzz bench wheel clean
+.PHONY: demo environment test lint docs peers interop cluster matrix soak fuzz bench wheel clean
 
 demo: $(DEMO_ENV)
 	$(PYTHON) -m lmcache_fast demo
+
+environment: $(DEV_ENV)
 
 test: $(DEV_ENV)
 	$(PYTHON) -m pytest $(TESTS) $(PYTEST_FLAGS)
@@ -33,9 +35,15 @@ lint: $(DEV_ENV)
 docs: $(DEV_ENV)
 	$(PYTHON) -m mkdocs build
 
+# Environments with the real LMCache and vLLM, where tests/interop/peer.py keeps them.
+peers:
+	$(SYSTEM_PYTHON) tests/interop/peer.py $(SERVER_VERSIONS) vllm
+
+# PART=shared_server runs the tests on the servers that they share, PART="not shared_server" the rest.
+PART ?=
 interop: $(DEV_ENV)
 	$(PYTHON) tests/interop/peer.py $(SERVER_VERSIONS) vllm
-	$(PYTHON) -m pytest tests/interop $(SERVER_VERSIONS:%=--server-version %) $(PYTEST_FLAGS)
+	$(PYTHON) -m pytest tests/interop $(SERVER_VERSIONS:%=--server-version %) -m "$(PART)" $(PYTEST_FLAGS)
 
 # A Ray cluster of three machines on this one, each with a real server and an engine.
 cluster: $(DEV_ENV)

@@ -17,6 +17,8 @@ from tests.interop.status_proxy import status_proxy
 from tests.interop.upstream_sdk import run_upstream
 
 Check = Callable[[Server], None]
+#: How many tokens the two SDKs exchange.
+EDGES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 9]
 
 
 def connect(server: Server, http_url: str | None = None) -> KVClient:
@@ -66,28 +68,35 @@ def edit(server: Server) -> None:
         assert same_bits(found, expected)
 
 
-def upstream(server: Server) -> None:
+def upstream(server: Server, sdk_version: str | None = None) -> None:
     """What upstream's SDK of the server's release stores, we retrieve; and the other way round."""
-    salt, tokens = uuid.uuid4().hex, list(range(2 * CHUNK + 9))
-    shape = LAYOUT.kv_shape(len(tokens))
-    whole = 2 * CHUNK
-    ours, theirs = (random_kv(shape, LAYOUT.dtype, seed)[:, :, :whole] for seed in (4, 5))
-    shared = {"tokens": tokens, "shape": shape}
-    steps = [
-        {"action": "retrieve", "salt": f"{salt}-ours", "seed": 0, **shared},
-        {"action": "store", "salt": f"{salt}-theirs", "seed": 5, **shared},
-    ]
+    salt = uuid.uuid4().hex
+    steps, stored = [], []
     with (
         status_proxy(server.http_url, {MODEL: LAYOUT}) as http_url,
         connect(server, http_url) as client,
     ):
-        assert client.store(ours, tokens[:whole], f"{salt}-ours")
-        found, stored = run_upstream(peer.ensure(server.version), server.url, http_url, steps)
-        assert found == {"shape": list(ours.shape), "digest": digest(ours)}
-        assert stored["stored"] is True
-        kv = client.retrieve(tokens, f"{salt}-theirs")
-        assert kv is not None
-        assert same_bits(kv, theirs)
+        assert client.layout == LAYOUT  # read from the registration
+        for seed, count in enumerate(EDGES):
+            kv = random_kv(LAYOUT.kv_shape(count), LAYOUT.dtype, seed)
+            assert client.store(kv, range(count), f"{salt}-ours-{count}") is (count >= CHUNK)
+            stored.append(kv[:, :, : count // CHUNK * CHUNK])
+            shared = {"tokens": list(range(count)), "shape": kv.shape, "seed": seed}
+            steps.append({"action": "retrieve", "salt": f"{salt}-ours-{count}", **shared})
+            steps.append({"action": "store", "salt": f"{salt}-theirs-{count}", **shared})
+        sdk = peer.ensure(sdk_version or server.version)
+        answers = run_upstream(sdk, server.url, http_url, steps)
+        for index, (count, kv) in enumerate(zip(EDGES, stored, strict=True)):
+            found, did = answers[2 * index : 2 * index + 2]
+            theirs = client.retrieve(range(count), f"{salt}-theirs-{count}")
+            if count < CHUNK:
+                assert found["shape"] is None
+                assert theirs is None
+            else:
+                assert found == {"shape": list(kv.shape), "digest": digest(kv)}
+                assert did["stored"] is True
+                assert theirs is not None
+                assert same_bits(theirs, kv)
 
 
 CHECKS: dict[str, Check] = {

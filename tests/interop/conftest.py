@@ -36,6 +36,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("running_server", cases, ids=ids, indirect=True, scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests on the shared servers, so that the others can run beside them."""
+    for item in items:
+        if "running_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.shared_server)
+
+
 @pytest.fixture(scope="session")
 def running_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
