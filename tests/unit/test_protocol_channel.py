@@ -53,7 +53,7 @@ def test_replies_find_their_requests_in_any_order(server: FakeServer, channel: Z
 
 
 def test_many_threads_share_a_channel(channel: ZmqChannel) -> None:
-    answers: list[bytes | None] = []
+    answers: list[bytes | memoryview | None] = []
 
     def ask() -> None:
         answers.extend(channel.submit(PING, PING_PAYLOADS).result(30) for _ in range(50))
