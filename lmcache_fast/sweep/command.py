@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=default.max_tokens, help="tokens to decode and compare"
     )
     parser.add_argument(
+        "--rounds", type=int, default=default.rounds, help="times to decode from each edited cache"
+    )
+    parser.add_argument(
         "--logprobs",
         type=int,
         help="how many of the likeliest tokens to compare one by one; -1: all "
@@ -143,7 +146,7 @@ def _check(args: argparse.Namespace) -> None:
             POLICIES[name](ratio, None)
     if not args.policies:
         raise InvalidInputError("--policies names none")
-    for name in ("max_tokens", "requests", "prompt_tokens", "chunk_size"):
+    for name in ("max_tokens", "rounds", "requests", "prompt_tokens", "chunk_size"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise InvalidInputError(f"--{flag} is {getattr(args, name)}; expected at least 1")
@@ -212,6 +215,7 @@ def _run(
         ratios=tuple(args.ratios),
         max_tokens=args.max_tokens,
         num_logprobs=Plan.num_logprobs if args.logprobs is None else args.logprobs,
+        rounds=args.rounds,
         rope=rope,
         timeout=args.timeout,
     )

@@ -40,6 +40,7 @@ class Plan:
         ratios: the fractions of the tokens to remove.
         max_tokens: tokens that are decoded and compared of each prompt.
         num_logprobs: how many of the likeliest tokens are compared one by one; -1 for all.
+        rounds: times that each edited cache is decoded from, next to the unedited one.
         rope: moves the kept keys; None leaves them as they are.
         timeout: seconds to wait for the chunks of a prompt.
     """
@@ -48,6 +49,7 @@ class Plan:
     ratios: tuple[float, ...]
     max_tokens: int = 32
     num_logprobs: int = 20
+    rounds: int = 1
     rope: edits.Rope | None = None
     timeout: float = 120.0
 
@@ -60,8 +62,8 @@ class Row:
         policy: its name.
         ratio: the fraction of the tokens that it was to remove.
         kept: the fraction of the cached tokens that it kept.
-        decode_tput: decoded tokens a second, all prompts together.
-        gain: that, over the unedited cache's.
+        decode_tput: decoded tokens a second, all prompts together: the median of the rounds.
+        gain: that, over the unedited cache's just before: the median, too.
         edit_seconds: how long editing all prompts took.
         bytes_read: bytes of cache that the edit had before it, of keys, values and queries.
         bytes_written: bytes of cache that it wrote.
@@ -116,11 +118,21 @@ class Result:
             **self.about,
             "max_tokens": self.plan.max_tokens,
             "num_logprobs": self.plan.num_logprobs,
+            "rounds": self.plan.rounds,
             "keys_moved": self.plan.rope is not None,
             "continuations": self.continuations,
             "rows": [asdict(row) for row in self.rows],
             "left_out": [asdict(one) for one in self.left_out],
         }
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a decode begins: tokens, the salt of their cache, and how many are cached there."""
+
+    tokens: Sequence[int]
+    salt: str
+    cached: int
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,7 @@ class Sweep:
         self._add(result, unedited)
         for policy in self._plan.policies:
             for ratio in self._plan.ratios:
-                row = self._row(policy, ratio, references, unedited)
+                row = self._row(policy, ratio, references)
                 if isinstance(row, str):
                     result.left_out.append(LeftOut(policy, ratio, row))
                 else:
@@ -209,18 +221,24 @@ class Sweep:
         result.rows.append(row)
         self._finished(row)
 
-    def _batch(self, with_queries: bool, isolate_edits: bool) -> lmc_batch.LMCacheBatchedStream:
+    def _batch(
+        self, starts: Sequence[_Start], with_queries: bool = False
+    ) -> lmc_batch.LMCacheBatchedStream:
         contexts = [self._context]
         if with_queries and self._queries is not None:
             contexts.append(self._queries)
         batch = lmc_batch.LMCacheBatchedStream()
-        for prompt in self._prompts:
+        for start in starts:
             batch.add(
                 lmc_request.create_request(
-                    contexts, self._engine, prompt, self._salt, isolate_edits=isolate_edits
+                    contexts, self._engine, start.tokens, start.salt, isolate_edits=True
                 )
             )
         return batch
+
+    def _unedited(self) -> list[_Start]:
+        size = self._context.chunk_size
+        return [_Start(prompt, self._salt, len(prompt) // size * size) for prompt in self._prompts]
 
     def _prefill(self, with_queries: bool) -> None:
         """Let the engine store what is not cached (any more)."""
@@ -229,55 +247,43 @@ class Sweep:
             self._salts += 1
             self._salt = f"{self._first_salt}-{self._salts}"
         if not self._is_cached(self._context):
-            self._batch(False, False).prefill(_GREEDY)
+            self._batch(self._unedited()).prefill(_GREEDY)
 
     def _is_cached(self, client: LMCacheSDKContext) -> bool:
-        size = client.chunk_size
-        return all(
-            client.lookup(prompt, self._salt) >= len(prompt) // size * size
-            for prompt in self._prompts
-        )
+        starts = self._unedited()
+        return all(client.lookup(start.tokens, start.salt) >= start.cached for start in starts)
 
-    def _decode(self, batch: lmc_batch.LMCacheBatchedStream) -> float:
+    def _decode(self, starts: Sequence[_Start]) -> tuple[float, list[list[int]]]:
+        """Return decoded tokens a second, and what was decoded of each."""
+        batch = self._batch(starts)
         report = batch.decode({**_GREEDY, "max_tokens": self._plan.max_tokens})
-        return float(report.output_tput)
+        return float(report.output_tput), [list(s.output_tokens) for s in batch.streams.values()]
 
     def _reference(self) -> tuple[list[_Reference], Row]:
         """Decode and score from the unedited cache; then score again: the measure's own noise."""
-        self._batch(False, False).decode({**_GREEDY, "max_tokens": 2})  # warms the engine up
-        batch = self._batch(False, False)
-        tput = self._decode(batch)
-        references = []
-        for prompt, stream in zip(self._prompts, batch.streams.values(), strict=True):
-            continuation = list(stream.output_tokens)
-            references.append(
-                _Reference(continuation, self._score(prompt, continuation, self._salt, prompt))
-            )
+        starts = self._unedited()
+        self._batch(starts).decode({**_GREEDY, "max_tokens": 2})  # warms the engine up
+        tput, continuations = self._decode(starts)
+        references = [
+            _Reference(continuation, self._score(start, continuation))
+            for start, continuation in zip(starts, continuations, strict=True)
+        ]
         again = [
-            self._score(prompt, reference.continuation, self._salt, prompt)
-            for prompt, reference in zip(self._prompts, references, strict=True)
+            self._score(start, continuation)
+            for start, continuation in zip(starts, continuations, strict=True)
         ]
         return references, Row(
             "unedited", 0.0, 1.0, tput, 1.0, 0.0, 0, 0, *_compared(references, again)
         )
 
-    def _score(
-        self,
-        context: Sequence[int],
-        continuation: Sequence[int],
-        salt: str,
-        cacheable: Sequence[int],
-    ) -> list[NextToken]:
-        size = self._context.chunk_size
-        cached = len(cacheable) // size * size
-        return self._scorer.score(context, continuation, salt, cached)
+    def _score(self, start: _Start, continuation: Sequence[int]) -> list[NextToken]:
+        return self._scorer.score(start.tokens, continuation, start.salt, start.cached)
 
     def _row(
         self,
         policy: str,
         ratio: float,
         references: Sequence[_Reference],
-        unedited: Row,
     ) -> Row | str:
         """Run one cell; a text where the cache cannot be edited so."""
         edit = POLICIES[policy](ratio, self._plan.rope)
@@ -287,7 +293,8 @@ class Sweep:
                 f"{self._context.model_name}##query"
             )
         self._prefill(edit.needs_queries)
-        batch = self._batch(edit.needs_queries, True)
+        unedited = self._unedited()
+        batch = self._batch(unedited, edit.needs_queries)
         before = self._bytes_moved()
         try:
             report = batch.modify(edit, timeout=self._plan.timeout)
@@ -300,23 +307,32 @@ class Sweep:
             after - earlier for after, earlier in zip(self._bytes_moved(), before, strict=True)
         )
         size = self._context.chunk_size
-        whole = sum(len(prompt) // size * size for prompt in self._prompts)
         kept = sum(len(stream.tokens) for stream in batch.streams.values())
-        contexts = [
-            (list(stream.tokens), list(stream.suffix_tokens), stream.cache_salt)
+        starts = [
+            _Start(
+                [*stream.tokens, *stream.suffix_tokens],
+                stream.cache_salt,
+                len(stream.tokens) // size * size,
+            )
             for stream in batch.streams.values()
         ]
-        tput = self._decode(batch)
+        tputs, gains = [], []
+        for _ in range(self._plan.rounds):
+            # Next to each other, since a machine is not as fast at all times.
+            before_tput, _ = self._decode(unedited)
+            tput, _ = self._decode(starts)
+            tputs.append(tput)
+            gains.append(tput / before_tput)
         scored = [
-            self._score([*tokens, *suffix], reference.continuation, salt, tokens)
-            for (tokens, suffix, salt), reference in zip(contexts, references, strict=True)
+            self._score(start, reference.continuation)
+            for start, reference in zip(starts, references, strict=True)
         ]
         return Row(
             policy,
             ratio,
-            kept / whole,
-            tput,
-            tput / unedited.decode_tput,
+            kept / sum(start.cached for start in unedited),
+            statistics.median(tputs),
+            statistics.median(gains),
             report.duration,
             read,
             written,
