@@ -56,6 +56,8 @@ def test_no_bytes_break_it(raw: bytes) -> None:
         (b"\n\n: only a comment\n\n", []),
         (b"id: 1\nretry: 5\ndatax: y\n\n", []),
         (b"data: a\r\ndata: b\r\n\r\ndata: c\r\n\r\n", ["a\nb", "c"]),
+        # What ends a line for str.splitlines() does not here.
+        ("data: a\u2028b\u2029c\x85d\x0be\n\n".encode(), ["a\u2028b\u2029c\x85d\x0be"]),
     ],
 )
 def test_fields(raw: bytes, expected: list[str]) -> None:

@@ -196,7 +196,7 @@ def test_connections_are_used_again(engine: Engine, connect: Connect) -> None:
 ANSWER: list[Any] = [
     {"choices": []},
     ids(7, text="Grüße"),
-    ids(8, 9, text=" 世界"),
+    ids(8, 9, text=" 世\u2028界"),
     ids(text="", **FINISH),
     usage(3),
     DONE,
@@ -215,7 +215,7 @@ def test_any_split_of_the_bytes_gives_the_same_tokens(
     engine.status = 200
     events = run(connect())
     assert [event.token_id for event in events] == [7, 8, 9]
-    assert "".join(event.text for event in events) == "Grüße 世界"
+    assert "".join(event.text for event in events) == "Grüße 世\u2028界"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,13 @@ def test_every_form_of_a_complete_answer(engine: Engine, connect: Connect, event
     got = run(connect())
     assert [event.token_id for event in got] == [7, 8]
     assert "".join(event.text for event in got) == "ab"
+
+
+@pytest.mark.parametrize("each", range(1, 9))
+def test_an_event_may_bring_any_number_of_ids(engine: Engine, connect: Connect, each: int) -> None:
+    events = [ids(*range(start, start + each)) for start in (0, each, 2 * each)]
+    engine.says(*events, ids(**FINISH), usage(3 * each), DONE)
+    assert [event.token_id for event in run(connect())] == list(range(3 * each))
 
 
 def test_text_made_of_token_ids_is_not_text(engine: Engine, connect: Connect) -> None:
