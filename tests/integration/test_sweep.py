@@ -148,7 +148,8 @@ def test_an_engine_of_ones_own_without_queries(
     parts: Parts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policies = ["--policies", "SnapKV,Knorm", "--ratios", "0.25,0.5"]
-    result = sweep_over(parts, tmp_path, *policies, "--logprobs", "5")
+    result = sweep_over(parts, tmp_path, *policies, "--logprobs", "5", "--rounds", "2")
+    assert (result["rounds"], result["num_logprobs"], result["max_tokens"]) == (2, 5, 3)
     assert result["prompt_tokens"] == [5 * CHUNK - 1, 5 * CHUNK]
     assert [row["policy"] for row in result["rows"]] == ["unedited", "Knorm", "Knorm"]
     assert all(row["covered"] < 1 for row in result["rows"])
