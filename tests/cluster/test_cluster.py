@@ -311,15 +311,17 @@ def test_ray_data_completes_prompts_and_keeps_rows_that_fail(
 
 
 def node_workers() -> set[str]:
-    """Return the processes that run actors of ours."""
+    """Return the processes that run actors of this test run."""
+    mark = f"LMCACHE_FAST_TEST_RUN={os.environ['LMCACHE_FAST_TEST_RUN']}".encode()
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                command = (folder / "cmdline").read_bytes().decode(errors="replace")
+                command = (folder / "cmdline").read_bytes()
+                environment = (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if command.startswith("ray::NodeWorker"):
+            if command.startswith(b"ray::NodeWorker") and mark in environment:
                 found.add(folder.name)
     return found
 
