@@ -89,8 +89,9 @@ def test_a_server_that_dies_at_any_step_costs_an_error_at_most(
         result = None
     if isinstance(result, torch.Tensor):
         check(result, TOKENS)
-    if isinstance(result, EditResult):
-        check(client.retrieve(KEPT), KEPT)
+    if isinstance(result, EditResult):  # perhaps the server is still about to die
+        with contextlib.suppress(*LOST):
+            check(client.retrieve(KEPT), KEPT)
     while not done.wait(0.05):  # the call needed fewer steps, or was over before
         with contextlib.suppress(*LOST):
             client.lookup(OTHER)
