@@ -51,6 +51,26 @@ def test_what_cannot_be_opened_says_why(segment: Path) -> None:
             native.SharedRegion(name, SIZE)
 
 
+def test_a_segment_that_is_not_ours_to_open_says_so(segment: Path) -> None:
+    segment.chmod(0)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:  # who may open everything
+                os.seteuid(65534)
+            answer = repr(native.SharedRegion(segment.name, SIZE))
+        except BaseException as error:
+            answer = repr(error)
+        os.write(write_end, answer.encode())
+        os._exit(0)
+    os.close(write_end)
+    answer = os.read(read_end, 1000).decode()
+    os.close(read_end)
+    os.waitpid(child, 0)
+    assert answer.startswith("PermissionError") and segment.name in answer
+
+
 def test_a_slot_outside_or_misaligned_names_its_numbers(segment: Path) -> None:
     region = native.SharedRegion(segment.name, SIZE)
     region.check_slot(0, SIZE, 4096)
