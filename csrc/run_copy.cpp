@@ -21,6 +21,8 @@ constexpr std::int64_t kStreamFrom = LMCACHE_FAST_STREAM_FROM;
 // Below this another thread costs more than it brings.
 constexpr std::int64_t kParallelFrom = std::int64_t{256} << 10;
 constexpr std::int64_t kTileBytes = std::int64_t{512} << 10;
+// So few rows that their angles are still in the cache when the next layer needs them.
+constexpr std::int64_t kRotatedTileBytes = std::int64_t{64} << 10;
 constexpr std::size_t kLine = 64;
 
 bool aligned(const void* address, std::size_t bytes) {
@@ -122,11 +124,11 @@ class Mover {
 };
 
 /// Where each tile's pieces begin, and the end. Whole batches, so that few are cut short.
-std::vector<std::size_t> cut_tiles(const CopyPlan& plan) {
+std::vector<std::size_t> cut_tiles(const CopyPlan& plan, std::int64_t tile_bytes) {
     std::vector<std::size_t> begins{0};
     std::int64_t bytes = 0;
     for (std::size_t i = 0; i < plan.pieces.size(); ++i) {
-        if (bytes >= kTileBytes && (i - begins.back()) % kStreams == 0) {
+        if (bytes >= tile_bytes && (i - begins.back()) % kStreams == 0) {
             begins.push_back(i);
             bytes = 0;
         }
@@ -145,7 +147,8 @@ void copy_runs(const ChunkedSide& source, const ChunkedSide& target, const Run* 
     const ChunkShape& from = source.shape();
     const ChunkShape& to = target.shape();
     const std::int64_t total = plan.bytes * from.planes * from.layers;
-    const std::vector<std::size_t> begins = cut_tiles(plan);
+    const std::vector<std::size_t> begins =
+        cut_tiles(plan, rotation != nullptr ? kRotatedTileBytes : kTileBytes);
     const Kernels& kernels = active_kernels();
     const Mover mover(kernels, rotation, total >= kStreamFrom);
 

@@ -7,39 +7,56 @@
 namespace lmcache_fast {
 namespace {
 
-/// Products of the rows' keys and up to kMost queries a head, `apart` floats from head to head, to
-/// logits[(head * tile + query) * stride + token].
-template <typename Type, std::int64_t kMost>
+/// Products of the rows' keys and up to eight queries a head, `apart` floats from head to head, to
+/// logits[(head * tile + query) * stride + token]. Two rows meet four queries at a time.
+template <typename Type>
 void multiply_few(const ScoredRows& keys, const float* queries, std::int64_t apart,
                   std::int64_t count, std::int64_t tile, float* packed, float* logits,
                   std::int64_t stride) {
     const std::int64_t dim = padded(keys.head_dim);
+    constexpr std::int64_t kFour = 4;
+    const std::int64_t fours = (count + kFour - 1) / kFour;
     // As they are needed: eight elements of each query after the other.
     for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-        for (std::int64_t query = 0; query < kMost; ++query) {
+        for (std::int64_t query = 0; query < fours * kFour; ++query) {
+            float* const own = packed + (head * fours + query / kFour) * kFour * dim;
             for (std::int64_t i = 0; i < dim; ++i) {
-                packed[(head * dim + i / 8 * 8) * kMost + query * 8 + i % 8] =
+                own[i / 8 * 8 * kFour + query % kFour * 8 + i % 8] =
                     query < count ? queries[head * apart + query * dim + i] : 0;
             }
         }
     }
     Cursor at(keys, 0);
-    for (std::int64_t token = 0; token < keys.num_tokens; ++token, at.next()) {
+    for (std::int64_t token = 0; token < keys.num_tokens; token += 2) {
+        const std::byte* const first = at.row();
+        const bool two = token + 1 < keys.num_tokens;
+        if (two) at.next();
+        const std::byte* const second = at.row();
         for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            at.prefetch(head, keys.head_dim * Type::kBytes, kRowsAhead);
-            const float* const own = packed + head * dim * kMost;
-            Floats sums[kMost];
-            for (Floats& sum : sums) sum = all<Floats>(0);
-            for_each8<Type>(at.head(head), keys.head_dim, [&](Floats x, std::int64_t i) {
-                for (std::int64_t query = 0; query < kMost; ++query) {
-                    sums[query] = sums[query] + load<Floats>(own + i * kMost + query * 8) * x;
+            const std::int64_t offset = keys.head_offsets[head];
+            for (std::int64_t j = kRowsAhead - 1; j <= kRowsAhead; ++j) {
+                at.prefetch(head, keys.head_dim * Type::kBytes, j);
+            }
+            for (std::int64_t four = 0; four < fours; ++four) {
+                const float* const own = packed + (head * fours + four) * kFour * dim;
+                TwiceEight sums[kFour];
+                for (TwiceEight& sum : sums) sum = TwiceEight::of(all<Floats>(0), all<Floats>(0));
+                for_each8<Type>(first + offset, second + offset, keys.head_dim,
+                                [&](const TwiceEight& x, std::int64_t i) {
+                                    for (std::int64_t j = 0; j < kFour; ++j) {
+                                        sums[j] =
+                                            sums[j] + TwiceEight::same(own + i * kFour + j * 8) * x;
+                                    }
+                                });
+                float products[2 * kFour];
+                totals(sums, products);
+                float* const to = logits + (head * tile + four * kFour) * stride + token;
+                for (std::int64_t j = 0; j < kFour && four * kFour + j < count; ++j) {
+                    std::memcpy(to + j * stride, products + 2 * j, 2 * sizeof(float));
                 }
-            });
-            float* const to = logits + head * tile * stride + token;
-            for (std::int64_t query = 0; query < kMost; ++query) {
-                if (query < count) to[query * stride] = total(sums[query]);
             }
         }
+        at.next();
     }
 }
 
@@ -93,10 +110,8 @@ void multiply_many(const ScoredRows& keys, const float* queries, std::int64_t ap
 /// Adds the attention of one query, which sees `seen` tokens, to `sums` of the first `scored`.
 void add_attention(const float* logits, double scale, std::int64_t seen, std::int64_t scored,
                    double* weights, double* sums) {
-    for (std::int64_t i = 0; i < seen; i += 8) {
-        store(weights + i, widen(load<Floats>(logits + i)) * scale);
-    }
-    const double factor = softmax(weights, seen);
+    const double factor = softmax(
+        weights, seen, [&](std::int64_t i) { return widen(load<Floats>(logits + i)) * scale; });
     for (std::int64_t i = 0; i < scored; i += 8) {
         store(sums + i, load<Doubles>(sums + i) + load<Doubles>(weights + i) * factor);
     }
@@ -121,12 +136,9 @@ void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduc
     for (std::int64_t first = 0; first < all_queries; first += tile) {
         const std::int64_t count = all_queries - first < tile ? all_queries - first : tile;
         const float* const of_tile = queries.values + first * dim;
-        if (count <= 4) {
-            multiply_few<Type, 4>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
-                                  room);
-        } else if (count <= 8) {
-            multiply_few<Type, 8>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
-                                  room);
+        if (count <= 8) {
+            multiply_few<Type>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
+                               room);
         } else {
             multiply_many<Type>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
                                 room);

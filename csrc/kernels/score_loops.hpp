@@ -38,6 +38,20 @@ template <typename Type, typename Body>
     if (i < head_dim) body(load_some<Type>(head + i * Type::kBytes, head_dim - i), i);
 }
 
+/// The same for the same head of two rows.
+template <typename Type, typename Body>
+[[gnu::always_inline]] inline void for_each8(const std::byte* first, const std::byte* second,
+                                             std::int64_t head_dim, const Body& body) {
+    std::int64_t i = 0;
+    for (; i + 8 <= head_dim; i += 8) {
+        body(load_two<Type>(first + i * Type::kBytes, second + i * Type::kBytes), i);
+    }
+    if (i == head_dim) return;
+    body(TwiceEight::of(load_some<Type>(first + i * Type::kBytes, head_dim - i),
+                        load_some<Type>(second + i * Type::kBytes, head_dim - i)),
+         i);
+}
+
 /// The length of a head.
 template <typename Type>
 [[gnu::always_inline]] inline double norm_of(const std::byte* head, std::int64_t head_dim) {
@@ -75,6 +89,7 @@ class Cursor {
         : rows_(&rows), chunk_(token / rows.tokens_per_chunk) {
         if (token < rows.num_tokens) enter(token % rows.tokens_per_chunk);
     }
+    const std::byte* row() const { return row_; }
     const std::byte* head(std::int64_t index) const { return row_ + rows_->head_offsets[index]; }
     /// Fetches a head `rows` rows further on, if it is in the same chunk.
     void prefetch(std::int64_t index, std::int64_t head_bytes, std::int64_t rows) const {
@@ -172,35 +187,37 @@ void keydiff_rows(const ScoredRows& keys, Reduce reduce, std::byte* scratch, dou
 
 /// Not a number: as low as can be. Infinity: as much as there are numbers for.
 Doubles finite(Doubles value) {
-    const Doubles most = all<Doubles>(DBL_MAX);
-    const Doubles least = all<Doubles>(-DBL_MAX);
-    value = where_number(value, least);
-    return where_less(most, value, most, where_less(value, least, least, value));
+    return lower(higher(value, all<Doubles>(-DBL_MAX)), all<Doubles>(DBL_MAX));
 }
 
 /// exp of numbers up to 0, the same on every machine: e^x = 2^k * e^r.
-Doubles exponential(Doubles x) {
-    constexpr double kFactorials[] = {39916800, 3628800, 362880, 40320, 5040, 720,
-                                      120,      24,      6,      2,     1,    1};
+[[gnu::always_inline]] inline Doubles exponential(Doubles x) {
+    constexpr double kFactorials[] = {3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
     const Doubles lowest = all<Doubles>(-708);  // below it 0
-    const Doubles clamped = where_less(x, lowest, lowest, x);
+    const Doubles clamped = higher(lowest, x);
     const Doubles shifted = clamped * 1.4426950408889634 + kToInteger;
     const Doubles k = shifted - kToInteger;
     const Doubles r = (clamped - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
-    Doubles sum{};
+    Doubles sum = all<Doubles>(1.0 / 39916800);
     for (const double factorial : kFactorials) sum = sum * r + 1 / factorial;
     return where_less(x, lowest, all<Doubles>(0), sum * power_of_two(shifted));
 }
 
-/// Softmax of `count` numbers that are made finite first; returns the factor that the caller is to
-/// multiply it by. What is behind them, up to a multiple of eight, becomes 0.
-double softmax(double* values, std::int64_t count) {
+/// Softmax of `count` numbers, numbers(i) the eight from i on, that are made finite first; returns
+/// the factor that the caller is to multiply it by. What is behind them, up to a multiple of eight,
+/// becomes 0.
+template <typename Numbers>
+[[gnu::always_inline]] inline double softmax(double* values, std::int64_t count,
+                                             const Numbers& numbers) {
     Doubles most = all<Doubles>(-DBL_MAX);
     for (std::int64_t i = 0; i < count; i += 8) {
-        for (std::int64_t j = count; j < i + 8; ++j) values[j] = -DBL_MAX;
-        const Doubles value = finite(load<Doubles>(values + i));
+        Doubles value = finite(numbers(i));
         store(values + i, value);
-        most = where_less(most, value, value, most);
+        if (i + 8 > count) {
+            fill(values + count, i + 8 - count, -DBL_MAX);
+            value = load<Doubles>(values + i);
+        }
+        most = higher(value, most);
     }
     alignas(64) double lanes[8];
     store(lanes, most);
@@ -240,7 +257,21 @@ void lag_spread_rows(const ScoredRows& rows, std::int64_t begin, std::int64_t la
             for (std::int64_t j = 1; j <= kTogether; ++j) {
                 next.prefetch(head, rows.head_dim * Type::kBytes, j);
             }
-            for (std::int64_t i = 0; i < dim; i += 8) {
+            std::int64_t i = 0;
+            for (; i + 16 <= rows.head_dim; i += 16) {
+                const std::int64_t channel = head * dim + i;
+                TwiceEight l = TwiceEight::load(low + channel);
+                TwiceEight h = TwiceEight::load(inverse + channel);
+                for (const std::byte* row : together) {
+                    const std::byte* const from = row + offset + i * Type::kBytes;
+                    const TwiceEight x = load_two<Type>(from, from + 8 * Type::kBytes);
+                    l = lower(x, l);
+                    h = higher(x, h);
+                }
+                l.store(low + channel);
+                h.store(inverse + channel);
+            }
+            for (; i < rows.head_dim; i += 8) {
                 const std::int64_t channel = head * dim + i;
                 const std::int64_t count = rows.head_dim - i;
                 Floats l = load<Floats>(low + channel);
@@ -259,28 +290,37 @@ void lag_spread_rows(const ScoredRows& rows, std::int64_t begin, std::int64_t la
         const float range = inverse[i] - low[i];
         const float one = 1.0F / range;
         // A channel that does not vary, or more than numbers can, says nothing.
-        const bool good = range > 0 && range <= FLT_MAX && one <= FLT_MAX;
+        const bool good = (range > 0) & (range <= FLT_MAX) & (one <= FLT_MAX);
         inverse[i] = good ? one : 0.0F;
-        if (!good) low[i] = 0;
+        low[i] = good ? low[i] : 0.0F;
     }
     Cursor at(rows, begin);
+    const std::int64_t head_bytes = rows.head_dim * Type::kBytes;
     const auto count = static_cast<double>(rows.head_dim);
-    for (std::int64_t token = 0; token < lag; ++token, at.next()) {
+    for (std::int64_t token = 0; token < lag; token += 2) {
+        const std::byte* const first = at.row();
+        at.next();
+        const bool two = token + 1 < lag;
+        const std::byte* const second = two ? at.row() : first;
         for (std::int64_t head = 0; head < rows.num_heads; ++head) {
-            at.prefetch(head, rows.head_dim * Type::kBytes, kRowsAhead);
-            Floats sums{};
-            Floats squares{};
-            for_each8<Type>(at.head(head), rows.head_dim, [&](Floats x, std::int64_t i) {
-                const std::int64_t channel = head * dim + i;
-                const Floats z =
-                    (x - load<Floats>(low + channel)) * load<Floats>(inverse + channel);
-                sums = sums + z;
-                squares = squares + z * z;
-            });
-            const std::int64_t place = head * padded(lag) + token;
-            out[place] = total(widen(sums));
-            of_squares[place] = total(widen(squares));
+            const std::int64_t offset = rows.head_offsets[head];
+            for (std::int64_t j = kRowsAhead - 1; j <= kRowsAhead; ++j) {
+                at.prefetch(head, head_bytes, j);
+            }
+            TwiceEight sums = TwiceEight::of(all<Floats>(0), all<Floats>(0));
+            TwiceEight squares = sums;
+            for_each8<Type>(first + offset, second + offset, rows.head_dim,
+                            [&](const TwiceEight& x, std::int64_t i) {
+                                const std::int64_t channel = head * dim + i;
+                                const TwiceEight z = (x - TwiceEight::same(low + channel)) *
+                                                     TwiceEight::same(inverse + channel);
+                                sums = sums + z;
+                                squares = squares + z * z;
+                            });
+            const std::int64_t place = head * padded(lag) + token;  // there is room for a second
+            wide_totals(sums, squares, out + place, of_squares + place);
         }
+        if (two) at.next();
     }
     for (std::int64_t head = 0; head < rows.num_heads; ++head) {
         double* const spread = out + head * padded(lag);
@@ -292,7 +332,8 @@ void lag_spread_rows(const ScoredRows& rows, std::int64_t begin, std::int64_t la
             const Doubles none = all<Doubles>(0);
             store(spread + i, square_root(where_less(variance, none, none, variance)));
         }
-        const double factor = softmax(spread, lag);
+        const double factor =
+            softmax(spread, lag, [&](std::int64_t i) { return load<Doubles>(spread + i); });
         for (std::int64_t i = 0; i < lag; ++i) spread[i] *= factor;
     }
 }
