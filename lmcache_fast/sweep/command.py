@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the engine's HTTP address; without one a server and an engine with a made-up model "
         "are started",
     )
-    parser.add_argument("--url", help=f"the engine's cache server ({_URL})")
-    parser.add_argument("--http-url", help=f"the cache server's HTTP address ({_HTTP_URL})")
+    parser.add_argument("--url", help=f"that engine's cache server, if not {_URL}")
+    parser.add_argument("--http-url", help=f"that server's HTTP address, if not {_HTTP_URL}")
     parser.add_argument(
         "--model", help="the model's name on the engine; or the made-up one: tiny, small"
     )
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds that one answer may take"
     )
-    made_up = parser.add_argument_group("without --engine-url or --prompts")
+    made_up = parser.add_argument_group("made-up engine and prompts")
     made_up.add_argument("--requests", type=int, default=4, help="number of prompts")
     made_up.add_argument("--prompt-tokens", type=int, default=1032, help="length of each prompt")
     made_up.add_argument("--chunk-size", type=int, default=64, help="tokens a chunk")
