@@ -271,7 +271,7 @@ class KVClient:
         cache_salt: str = "",
         *,
         target_salt: str | None = None,
-        min_tokens: int = 1,
+        min_tokens: int = 0,
     ) -> EditResult:
         """Edit the cached prefix of ``tokens`` and store the result, from slot to slot.
 

@@ -83,7 +83,7 @@ class FakeClient:
         cache_salt: str = "",
         *,
         target_salt: str | None = None,
-        min_tokens: int = 1,
+        min_tokens: int = 0,
     ) -> EditResult:
         hit = self._hit(tokens, cache_salt)
         if len(hit) * CHUNK < min_tokens:
