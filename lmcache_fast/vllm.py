@@ -26,6 +26,10 @@ _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _ONLY_TOKEN_IDS = re.compile(r"(?:token_id:\d+)+")
 _EXCERPT = 500  # characters of an engine's own words in our errors
 
+#: Seconds that a connection is kept for the next call. vLLM closes those that were idle for 5 s, and
+#: a request that meets the closing is lost.
+KEEPALIVE = 2.0
+
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer, e.g. one of transformers."""
@@ -117,7 +121,11 @@ class VLLMPostCompletion:
         self.http = httpx.Client(
             timeout=self.timeout,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=None,
+                keepalive_expiry=KEEPALIVE,
+            ),
         )
 
     def __call__(

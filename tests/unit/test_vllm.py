@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache_fast import vllm
 from lmcache_fast.completion import TokenEvent
 from lmcache_fast.errors import EngineError, InvalidInputError
 from lmcache_fast.vllm import VLLMPostCompletion, make_post_completion
@@ -191,6 +193,19 @@ def test_connections_are_used_again(engine: Engine, connect: Connect) -> None:
     for _ in range(3):
         run(post)
     assert engine.connections == before + 1
+
+
+def test_connections_that_an_engine_may_be_about_to_close_are_not_used_again(
+    engine: Engine, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert vllm.KEEPALIVE < 5  # vLLM's, and uvicorn's, time
+    monkeypatch.setattr(vllm, "KEEPALIVE", 0.1)
+    engine.says(ids(7, **FINISH), usage(1), DONE)
+    post, before = connect(), engine.connections
+    run(post)
+    time.sleep(0.2)
+    run(post)
+    assert engine.connections == before + 2
 
 
 ANSWER: list[Any] = [
