@@ -26,8 +26,8 @@ _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _ONLY_TOKEN_IDS = re.compile(r"(?:token_id:\d+)+")
 _EXCERPT = 500  # characters of an engine's own words in our errors
 
-#: Seconds that a connection is kept for the next call. vLLM closes those that were idle for 5 s, and
-#: a request that meets the closing is lost.
+#: Seconds that a connection is kept for the next call. vLLM closes those that were idle for 5 s,
+#: and a request that meets the closing is lost.
 KEEPALIVE = 2.0
 
 
