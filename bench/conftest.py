@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from bench.workers.common import Geometry
 from lmcache_fast import KVClient, KVLayout
@@ -22,13 +23,16 @@ GEOMETRIES = {
     "MLA": KVLayout(27, 1, 576, "bfloat16", planes=1),
 }
 
+#: Size of the server's pool, gigabytes.
+POOL_GB = 6
+
 Connect = Callable[[str, KVLayout], KVClient]
 
 
 class Server:
     """An embedded server in a process of its own."""
 
-    def __init__(self, transport: str, size_gb: float) -> None:
+    def __init__(self, transport: str, size_gb: int) -> None:
         protocol = "0.5.7" if transport == "inline" else "0.5.6"
         command = [
             sys.executable,
@@ -58,11 +62,19 @@ class Server:
         self._process.wait(30)
 
 
+def _touch_pool(client: KVClient) -> None:
+    """Have every page of the server's pool written once: first writes are no steady state."""
+    tokens = 4 * client.chunk_size
+    kv = torch.zeros(client.layout.kv_shape(tokens), dtype=client.layout.dtype)
+    for number in range(POOL_GB * 10**9 // (kv.numel() * kv.element_size()) + 2):
+        client.store(kv, range(number, number + tokens), "touches the pool")
+
+
 @pytest.fixture(scope="module")
 def connect() -> Iterator[Connect]:
     """Return a function that gives the client of a transport and layout, its server included.
 
-    There is one server at a time, as each takes 6 GB: asking for another transport ends it.
+    There is one server at a time, as each takes much memory: asking for another transport ends it.
     """
     made: dict[tuple[str, KVLayout], KVClient] = {}
     with ExitStack() as stack:
@@ -71,12 +83,13 @@ def connect() -> Iterator[Connect]:
             if (transport, layout) not in made:
                 made.clear()
                 stack.close()
-                server = Server(transport, size_gb=6)
+                server = Server(transport, POOL_GB)
                 stack.callback(server.close)
                 model = f"bench/{layout.num_layers}x{layout.width}"
                 new = KVClient(server.url, server.http_url, model, layout=layout, timeout=120)
                 made[transport, layout] = stack.enter_context(new)
                 assert new.transport_name == transport
+                _touch_pool(new)
             return made[transport, layout]
 
         yield client

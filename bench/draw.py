@@ -90,7 +90,7 @@ def draw_roofline(groups: dict[str, Any], path: Path) -> None:
     axes.set_xticks([index + 0.35 for index in range(len(rates))], list(rates))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylabel("share of the copy roofline")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
