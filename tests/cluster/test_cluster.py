@@ -385,7 +385,7 @@ def test_an_actor_that_hangs_is_given_up_and_its_streams_move(
     cluster: Machines, expected: list[list[int]], salt: str
 ) -> None:
     before = node_workers()
-    with ClusterBatchedStream(cluster.nodes, timeout=8) as batch:
+    with ClusterBatchedStream(cluster.nodes, timeout=12) as batch:
         streams = [batch.add(prompt, salt) for prompt in PROMPTS]
         batch.prefill(PREFILL)
         hanging = int((node_workers() - before).pop())
@@ -398,7 +398,7 @@ def test_an_actor_that_hangs_is_given_up_and_its_streams_move(
                 os.kill(hanging, signal.SIGKILL)
         assert outputs(streams) == expected
         (reason,) = batch.fleet.lost.values()
-        assert "no sign of life for 16 s" in reason
+        assert "no sign of life for 24 s" in reason
 
 
 def test_streams_without_a_node_are_reported_by_id_and_the_rest_is_untouched(
