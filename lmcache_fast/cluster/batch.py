@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +21,7 @@ from lmcache_fast.cluster.stream import ClusterStream
 from lmcache_fast.edits import Edit
 from lmcache_fast.errors import BatchError, ClosedError, InvalidInputError
 from lmcache_fast.metrics import Number, StreamPerfMetrics, check_format
-from lmcache_fast.sdk.batch import is_silent
+from lmcache_fast.sdk.batch import is_silent, select
 from lmcache_fast.sdk.stream import EditFunction
 
 #: Failed streams that the text of an error names; all are in its ``failures``.
@@ -116,7 +116,8 @@ class ClusterBatchedStream:
         Raises:
             InvalidInputError: the batch has none.
         """
-        return self._select("get_stream", [stream_id])[0]
+        select("get_stream", self.streams, [stream_id])
+        return self.streams[stream_id]
 
     def prefill(
         self,
@@ -226,16 +227,6 @@ class ClusterBatchedStream:
         for name, stream_ids in by_node.items():
             self.fleet.drop(name, stream_ids, self._dispatcher.phases)
 
-    def _select(self, where: str, stream_ids: Sequence[str] | None) -> list[ClusterStream]:
-        if stream_ids is None:
-            return list(self.streams.values())
-        if isinstance(stream_ids, str) or not isinstance(stream_ids, Iterable):
-            raise InvalidInputError(f"{where}: stream_ids is {stream_ids!r}; expected ids or None")
-        for stream_id in stream_ids:
-            if stream_id not in self.streams:
-                raise InvalidInputError(f"{where}: the batch has no stream {stream_id!r}")
-        return [self.streams[stream_id] for stream_id in dict.fromkeys(stream_ids)]
-
     def _run(
         self,
         where: str,
@@ -246,7 +237,7 @@ class ClusterBatchedStream:
         *counts: str,
     ) -> ClusterMetrics:
         check_format(where, fmt, width)
-        streams = self._select(where, stream_ids)
+        streams = [self.streams[name] for name in select(where, self.streams, stream_ids)]
         if self._is_closed:
             raise ClosedError(f"{where}: the batch was closed")
         begin, driver = time.perf_counter(), time.process_time()

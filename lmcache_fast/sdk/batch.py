@@ -98,7 +98,7 @@ class LMCacheBatchedStream:
         Raises:
             InvalidInputError: the batch has none.
         """
-        self._select("get_stream", [stream_id])
+        select("get_stream", self.streams, [stream_id])
         return self.streams[stream_id]
 
     def get_request_stream(self, stream_id: str) -> BaseStream:
@@ -264,24 +264,11 @@ class LMCacheBatchedStream:
         """
         return self._generate("decode", sampling_params, fmt, width, stream_ids)
 
-    def _select(self, where: str, stream_ids: Sequence[str] | None) -> list[str]:
-        if stream_ids is None:
-            return list(self.streams)
-        if isinstance(stream_ids, str) or not isinstance(stream_ids, Iterable):
-            raise InvalidInputError(
-                f"{where}: stream_ids is {stream_ids!r}; expected a list of ids (or None), given "
-                "by keyword"
-            )
-        for stream_id in stream_ids:
-            if stream_id not in self.streams:
-                raise InvalidInputError(f"{where}: the batch has no stream {stream_id!r}")
-        return list(dict.fromkeys(stream_ids))
-
     def _prepare(
         self, where: str, fmt: str, width: int, stream_ids: Sequence[str] | None
     ) -> list[str]:
         check_format(where, fmt, width)
-        return self._select(where, stream_ids)
+        return select(where, self.streams, stream_ids)
 
     def _generate(
         self,
@@ -336,6 +323,32 @@ class LMCacheBatchedStream:
                     time.sleep(0.05)
                 raise
         return outcome
+
+
+def select(
+    where: str, streams: Mapping[str, object], stream_ids: Sequence[str] | None
+) -> list[str]:
+    """Return the ids of the streams that are meant, each once.
+
+    Args:
+        where: the call, for errors.
+        streams: all there are, by id.
+        stream_ids: those that are meant; None for all.
+
+    Raises:
+        InvalidInputError: that is no list of ids, or there is no such stream.
+    """
+    if stream_ids is None:
+        return list(streams)
+    if isinstance(stream_ids, str) or not isinstance(stream_ids, Iterable):
+        raise InvalidInputError(
+            f"{where}: stream_ids is {stream_ids!r}; expected a list of ids (or None), given "
+            "by keyword"
+        )
+    for stream_id in stream_ids:
+        if stream_id not in streams:
+            raise InvalidInputError(f"{where}: the batch has no stream {stream_id!r}")
+    return list(dict.fromkeys(stream_ids))
 
 
 def is_silent() -> bool:
