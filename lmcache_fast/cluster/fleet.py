@@ -190,7 +190,7 @@ class Fleet:
             name = pings.get(ticket) or tickets[ticket]
             answer: bytes | Exception
             try:
-                answer = ray.get(ticket)
+                answer = ray.get(ticket, timeout=self.timeout)
                 self._heard[name] = time.monotonic()
             except ray.exceptions.RayTaskError as error:
                 answer = _cause(error)
