@@ -436,7 +436,7 @@ class Connection:
         return messages.decode_bool("commit_store", frame)
 
     def send_chunks(self, key: Key, data: Frame) -> Callable[[], bool]:
-        """Send chunks to be stored, and don't wait; the server takes them in the order sent.
+        """Send chunks to be stored, and don't wait. Over gRPC they may be taken in any order.
 
         Args:
             key: names the chunks' range.
