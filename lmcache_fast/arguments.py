@@ -117,6 +117,16 @@ def check_model_name(where: str, model_name: str) -> str:
     return model_name
 
 
+def check_min_tokens(where: str, min_tokens: int) -> None:
+    """Make sure of a least number of tokens, 0 or more.
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 0:
+        raise InvalidInputError(f"{where}: min_tokens is {min_tokens!r}; expected 0 or more")
+
+
 def check_timeout(where: str, timeout: float) -> float:
     """Return ``timeout`` in seconds if it is a positive finite number.
 

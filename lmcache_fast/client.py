@@ -18,6 +18,7 @@ from lmcache_fast.arguments import (
     TokenIds,
     check_configs,
     check_kv,
+    check_min_tokens,
     check_model_name,
     check_salt,
     check_timeout,
@@ -207,6 +208,7 @@ class KVClient:
         array = check_tokens("retrieve", tokens)
         check_salt("retrieve", cache_salt)
         check_configs("retrieve", request_configs)
+        check_min_tokens("retrieve", min_tokens)
         if out is not None:
             self._check_out(out)
 
@@ -302,6 +304,7 @@ class KVClient:
         array = check_tokens("edit", tokens)
         check_salt("edit", cache_salt)
         new_salt = check_salt("edit", cache_salt if target_salt is None else target_salt)
+        check_min_tokens("edit", min_tokens)
 
         def attempt(link: Link) -> EditResult:
             with self._lease(link, array, cache_salt) as source:

@@ -218,6 +218,26 @@ def test_an_edit_that_keeps_less_than_a_chunk_stores_nothing(client: KVClient) -
     assert (result.tokens, result.num_cached) == ([3], 0)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 1, 2 * CHUNK, 2 * CHUNK + 1])
+def test_with_fewer_tokens_cached_than_asked_for_nothing_is_done_and_no_lock_stays(
+    client: KVClient, server: EmbeddedServer, min_tokens: int
+) -> None:
+    tokens = list(range(3 * CHUNK))
+    kv = random_kv(2 * CHUNK)
+    client.store(kv, tokens[: 2 * CHUNK])
+    half = edits.keep(lambda total, tokens: range(total // 2, total))
+    result = client.edit(tokens, half, min_tokens=min_tokens)
+    kept = tokens[CHUNK : 2 * CHUNK]
+    assert result.num_source == 2 * CHUNK
+    if min_tokens > 2 * CHUNK:
+        assert (result.tokens, result.num_cached, client.lookup(kept)) == ([], 0, 0)
+        assert client.retrieve(tokens, min_tokens=min_tokens) is None
+    else:
+        assert (result.tokens, result.num_cached, client.lookup(kept)) == (kept, CHUNK, CHUNK)
+        assert same(client.retrieve(tokens, min_tokens=min_tokens), kv)
+    assert locked(server) == 0
+
+
 def test_an_edit_whose_selection_is_wrong_leaves_no_lock(
     client: KVClient, server: EmbeddedServer
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from lmcache_fast import InvalidInputError, KVLayout
 from lmcache_fast.arguments import (
     check_kv,
+    check_min_tokens,
     check_model_name,
     check_salt,
     check_timeout,
@@ -72,6 +73,12 @@ def test_a_bad_model_name_is_refused(name: Any) -> None:
 def test_a_bad_timeout_is_refused(timeout: Any) -> None:
     with pytest.raises(InvalidInputError, match="timeout"):
         check_timeout("f", timeout)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "1", None, True])
+def test_a_bad_least_number_of_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"f: min_tokens is .*; expected 0 or more"):
+        check_min_tokens("f", value)
 
 
 def test_a_non_contiguous_kv_is_copied() -> None:
