@@ -18,7 +18,7 @@
 namespace lmcache_fast {
 namespace {
 
-constexpr std::int64_t kKnormTokens = 256;  // a task
+constexpr std::int64_t kKnormBytes = 1 << 20;  // a task
 
 const ScoreKernels& score_kernels() {
 #if defined(__x86_64__)
@@ -109,20 +109,6 @@ void run(const Scoring& scoring, std::int64_t tasks, std::int64_t scratch_bytes,
     }
 }
 
-/// Mean or maximum of `heads` rows of numbers, `stride` apart.
-void reduce_heads(const double* scores, std::int64_t heads, std::int64_t stride, std::int64_t count,
-                  Reduce reduce, double* out) {
-    std::copy(scores, scores + count, out);
-    for (std::int64_t head = 1; head < heads; ++head) {
-        const double* row = scores + head * stride;
-        for (std::int64_t i = 0; i < count; ++i) {
-            out[i] = reduce == Reduce::kMean ? out[i] + row[i] : std::max(out[i], row[i]);
-        }
-    }
-    if (reduce == Reduce::kMax) return;
-    for (std::int64_t i = 0; i < count; ++i) out[i] /= static_cast<double>(heads);
-}
-
 [[noreturn]] void refuse(const std::string& what) {
     throw std::invalid_argument("scores: " + what);
 }
@@ -149,14 +135,15 @@ std::int64_t num_heads(const Scoring& scoring) {
 void knorm_scores(const Scoring& scoring, double* out) {
     const Rows rows(scoring);
     const std::int64_t tokens = rows.tokens();
-    const std::int64_t parts = (tokens + kKnormTokens - 1) / kKnormTokens;
+    const std::int64_t together =
+        std::max<std::int64_t>(kKnormBytes / scoring.side.shape().row_bytes, 1);
+    const std::int64_t parts = (tokens + together - 1) / together;
     const ScoreKernels& kernels = score_kernels();
     run(scoring, scoring.side.shape().layers * parts, 0, [&](std::int64_t task, std::byte*) {
         const std::int64_t layer = task / parts;
-        const std::int64_t begin = task % parts * kKnormTokens;
-        kernels.knorm(scoring.element, rows.at(0, layer), begin,
-                      std::min(begin + kKnormTokens, tokens), scoring.reduce,
-                      out + layer * tokens + begin);
+        const std::int64_t begin = task % parts * together;
+        kernels.knorm(scoring.element, rows.at(0, layer), begin, std::min(begin + together, tokens),
+                      scoring.reduce, out + layer * tokens + begin);
     });
 }
 
@@ -182,28 +169,12 @@ void lagkv_scores(const Scoring& scoring, std::int64_t num_sink, std::int64_t la
                "; expected 0 or more and a positive number");
     }
     if (tokens < num_sink || (tokens - num_sink) / lag < 2) return;
-    const std::int64_t scored = (tokens - num_sink) / lag - 1;  // partitions
-    const std::int64_t room = padded(lag);
-    const std::int64_t all = rows.heads() * room;
+    const LagPartitions how{num_sink, lag, (tokens - num_sink) / lag - 1, cross_scoring};
     const ScoreKernels& kernels = score_kernels();
-    run(scoring, scoring.side.shape().layers,
-        8 * (2 * all + room) + lag_spread_scratch(lag, rows.heads(), scoring.head_dim),
+    run(scoring, scoring.side.shape().layers, lagkv_scratch(how, rows.heads(), scoring.head_dim),
         [&](std::int64_t layer, std::byte* scratch) {
-            double* const of_keys = reinterpret_cast<double*>(scratch);
-            double* const of_values = of_keys + all;
-            double* const ranks = of_values + all;
-            std::byte* const rest = reinterpret_cast<std::byte*>(ranks + room);
-            for (std::int64_t partition = 0; partition < scored; ++partition) {
-                const std::int64_t begin = num_sink + partition * lag;
-                kernels.lag_spread(scoring.element, rows.at(0, layer), begin, lag, rest, of_keys);
-                kernels.lag_spread(scoring.element, rows.at(1, layer), begin, lag, rest, of_values);
-                for (std::int64_t i = 0; i < all; ++i) of_keys[i] = (of_keys[i] + of_values[i]) / 2;
-                for (std::int64_t head = 0; head < rows.heads() && !cross_scoring; ++head) {
-                    kernels.rank(of_keys + head * room, lag, ranks);
-                }
-                reduce_heads(of_keys, rows.heads(), room, lag, scoring.reduce,
-                             out + layer * tokens + begin);
-            }
+            kernels.lagkv(scoring.element, rows.at(0, layer), rows.at(1, layer), how,
+                          scoring.reduce, scratch, out + layer * tokens);
         });
 }
 
@@ -222,7 +193,11 @@ void attention_scores(const Scoring& scoring, const float* queries, std::int64_t
     }
     if (tokens <= window) return;
     const std::int64_t room = query_heads * window * dim;  // floats
-    const std::int64_t own_bytes = attention_scratch(tokens, rows.heads(), scoring.head_dim);
+    const auto of_layer = [&](const float* values) {
+        return Queries{values, query_heads / rows.heads(), window, kernel_size};
+    };
+    const std::int64_t own_bytes =
+        attention_scratch(of_layer(nullptr), tokens, rows.heads(), scoring.head_dim);
     const ScoreKernels& kernels = score_kernels();
     run(scoring, scoring.side.shape().layers, own_bytes + 4 * room,
         [&](std::int64_t layer, std::byte* scratch) {
@@ -232,9 +207,8 @@ void attention_scores(const Scoring& scoring, const float* queries, std::int64_t
             for (std::int64_t query = 0; query < query_heads * window; ++query) {
                 std::copy_n(from + query * scoring.head_dim, scoring.head_dim, own + query * dim);
             }
-            const Queries of_layer{own, query_heads / rows.heads(), window, kernel_size};
-            kernels.attention(scoring.element, rows.at(0, layer), of_layer, scoring.reduce, scratch,
-                              out + layer * tokens);
+            kernels.attention(scoring.element, rows.at(0, layer), of_layer(own), scoring.reduce,
+                              scratch, out + layer * tokens);
         });
 }
 

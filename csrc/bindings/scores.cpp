@@ -26,9 +26,11 @@ Scoring scoring(const ChunkedSide& side, std::int64_t head_dim, const std::strin
 /// Scores [layers, tokens], 0 where `write` leaves them out.
 template <typename Write>
 py::array_t<double> scores(const ChunkedSide& side, const Write& write) {
-    py::array_t<double> result({side.shape().layers, side.num_tokens()});
-    double* const out = result.mutable_data();
-    std::fill_n(out, result.size(), 0.0);
+    // Zeros that the system provides when they are written to: by the threads that score.
+    const auto zeros = py::module_::import("numpy").attr("zeros");
+    const py::array_t<double> result =
+        zeros(py::make_tuple(side.shape().layers, side.num_tokens()));
+    double* const out = const_cast<double*>(result.data());
     const py::gil_scoped_release unlocked;
     write(out);
     return result;

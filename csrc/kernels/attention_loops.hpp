@@ -2,118 +2,105 @@
 // In an unnamed namespace: each kernel file compiles its own copy with its own flags.
 #pragma once
 
-#include "score_loops.hpp"
+#include "key_loops.hpp"
+#include "softmax.hpp"
 
 namespace lmcache_fast {
 namespace {
 
-/// Products of the rows' keys and up to eight queries a head, `apart` floats from head to head, to
-/// logits[(head * tile + query) * stride + token]. Two rows meet four queries at a time.
-template <typename Type>
-void multiply_few(const ScoredRows& keys, const float* queries, std::int64_t apart,
-                  std::int64_t count, std::int64_t tile, float* packed, float* logits,
-                  std::int64_t stride) {
-    const std::int64_t dim = padded(keys.head_dim);
-    constexpr std::int64_t kFour = 4;
-    const std::int64_t fours = (count + kFour - 1) / kFour;
-    // As they are needed: eight elements of each query after the other.
-    for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-        for (std::int64_t query = 0; query < fours * kFour; ++query) {
-            float* const own = packed + (head * fours + query / kFour) * kFour * dim;
-            for (std::int64_t i = 0; i < dim; ++i) {
-                own[i / 8 * 8 * kFour + query % kFour * 8 + i % 8] =
-                    query < count ? queries[head * apart + query * dim + i] : 0;
-            }
+/// Products of sixteen keys and so many queries, `dim` floats each, to `to`, `stride` apart.
+template <typename Type, int kQueries>
+[[gnu::flatten]] void multiply_block(const HeadBlock& keys, std::int64_t head_dim,
+                                     const float* queries, std::int64_t dim, float* to,
+                                     std::int64_t stride, Fetcher& fetcher) {
+    constexpr int kKeys = kLanes / kQueries;
+    constexpr int kKeysAtOnce = 4 * kTogether / kQueries < kKeys ? 4 * kTogether / kQueries : kKeys;
+    const float* query_elements[kQueries];
+    repeat<kQueries>([&](auto i) { query_elements[i] = queries + i * dim; });
+    for (int first = 0; first < kLanes; first += kKeys) {
+        for (int i = 0; i < kKeys; i += kTogether) fetcher.fetch();
+        Floats all_sums[kLanes];
+        repeat<kKeys / kKeysAtOnce>([&](auto part) {
+            constexpr int kFirst = part * kKeysAtOnce;
+            Floats sums[kQueries * kKeysAtOnce];
+            repeat<kQueries * kKeysAtOnce>([&](auto i) { sums[i] = Floats{}; });
+            for_each16<Type>(head_dim, [&](std::int64_t i, const auto& load) {
+                Floats key[kKeysAtOnce];
+                repeat<kKeysAtOnce>([&](auto j) { key[j] = load(keys.heads[first + kFirst + j]); });
+                repeat<kQueries>([&](auto query) {
+                    const Floats q = lmcache_fast::load<Floats>(query_elements[query] + i);
+                    repeat<kKeysAtOnce>([&](auto j) {
+                        Floats& sum = sums[query * kKeysAtOnce + j];
+                        sum = fused(q, key[j], sum);
+                    });
+                });
+            });
+            repeat<kQueries>([&](auto query) {
+                repeat<kKeysAtOnce>([&](auto j) {
+                    all_sums[query * kKeys + kFirst + j] = sums[query * kKeysAtOnce + j];
+                });
+            });
+        });
+        alignas(64) float products[kLanes];
+        store(products, totals(all_sums));
+        for (int query = 0; query < kQueries; ++query) {
+            std::memcpy(to + query * stride + first, products + query * kKeys,
+                        kKeys * sizeof(float));
         }
-    }
-    Cursor at(keys, 0);
-    for (std::int64_t token = 0; token < keys.num_tokens; token += 2) {
-        const std::byte* const first = at.row();
-        const bool two = token + 1 < keys.num_tokens;
-        if (two) at.next();
-        const std::byte* const second = at.row();
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            const std::int64_t offset = keys.head_offsets[head];
-            for (std::int64_t j = kRowsAhead - 1; j <= kRowsAhead; ++j) {
-                at.prefetch(head, keys.head_dim * Type::kBytes, j);
-            }
-            for (std::int64_t four = 0; four < fours; ++four) {
-                const float* const own = packed + (head * fours + four) * kFour * dim;
-                TwiceEight sums[kFour];
-                for (TwiceEight& sum : sums) sum = TwiceEight::of(all<Floats>(0), all<Floats>(0));
-                for_each8<Type>(first + offset, second + offset, keys.head_dim,
-                                [&](const TwiceEight& x, std::int64_t i) {
-                                    for (std::int64_t j = 0; j < kFour; ++j) {
-                                        sums[j] =
-                                            sums[j] + TwiceEight::same(own + i * kFour + j * 8) * x;
-                                    }
-                                });
-                float products[2 * kFour];
-                totals(sums, products);
-                float* const to = logits + (head * tile + four * kFour) * stride + token;
-                for (std::int64_t j = 0; j < kFour && four * kFour + j < count; ++j) {
-                    std::memcpy(to + j * stride, products + 2 * j, 2 * sizeof(float));
-                }
-            }
-        }
-        at.next();
     }
 }
 
-/// The same for more queries: eight keys are made floats, and the queries go over them in pairs.
+/// Products of the keys of heads [first, first + num_heads) and `count` queries of each, `apart`
+/// floats from head to head, to logits[(head * count + query) * padded(tokens) + token].
 template <typename Type>
-void multiply_many(const ScoredRows& keys, const float* queries, std::int64_t apart,
-                   std::int64_t count, std::int64_t tile, float* packed, float* logits,
-                   std::int64_t stride) {
+void multiply(const ScoredRows& keys, std::int64_t first, std::int64_t num_heads,
+              const float* queries, std::int64_t apart, std::int64_t count, float* converted,
+              float* logits) {
     const std::int64_t dim = padded(keys.head_dim);
-    constexpr int kKeys = 4;  // at once: with two queries, as many sums as there are registers for
-    Cursor at(keys, 0);
-    fill(packed, 8 * dim, 0.0F);
-    for (std::int64_t token = 0; token < keys.num_tokens; token += 8) {
-        const std::int64_t left = keys.num_tokens - token < 8 ? keys.num_tokens - token : 8;
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            Cursor key = at;
-            for (std::int64_t j = 0; j < left; ++j, key.next()) {
-                for_each8<Type>(key.head(head), keys.head_dim, [&](Floats x, std::int64_t i) {
-                    store(packed + 8 * i + 8 * j, x);
-                });
+    const std::int64_t stride = padded(keys.num_tokens);
+    Fetcher fetcher(keys, keys.head_dim * Type::kBytes, 0, keys.num_tokens, first,
+                    first + num_heads);
+    Fetcher nothing(keys, keys.head_dim * Type::kBytes, 0, 0, first, first + num_heads);
+    for (RowBlocks blocks(keys, 0, keys.num_tokens); !blocks.done(); blocks.next()) {
+        for (std::int64_t head = 0; head < num_heads; ++head) {
+            HeadBlock block = blocks.head(first + head);
+            const float* const own = queries + (first + head) * apart;
+            float* const to = logits + head * count * stride + blocks.first();
+            if (count == 4) {
+                multiply_block<Type, 4>(block, keys.head_dim, own, dim, to, stride, fetcher);
+                continue;
             }
-            for (std::int64_t query = 0; query < count; query += 2) {
-                const std::int64_t other = query + 1 < count ? query + 1 : query;
-                const float* const first = queries + head * apart + query * dim;
-                const float* const second = queries + head * apart + other * dim;
-                float* const to = logits + (head * tile + query) * stride + token;
-                float* const to_second = logits + (head * tile + other) * stride + token;
-                for (int from = 0; from < 8; from += kKeys) {
-                    Floats sums[2 * kKeys];
-                    for (Floats& sum : sums) sum = all<Floats>(0);
-                    for (std::int64_t i = 0; i < dim; i += 8) {
-                        const Floats a = load<Floats>(first + i);
-                        const Floats b = load<Floats>(second + i);
-                        for (int j = 0; j < kKeys; ++j) {
-                            const Floats x = load<Floats>(packed + 8 * i + 8 * (from + j));
-                            sums[j] = sums[j] + a * x;
-                            sums[kKeys + j] = sums[kKeys + j] + b * x;
-                        }
-                    }
-                    for (int j = 0; j < kKeys; ++j) {
-                        to[from + j] = total(sums[j]);
-                        to_second[from + j] = total(sums[kKeys + j]);
-                    }
-                }
+            if (count == 1) {
+                multiply_block<Type, 1>(block, keys.head_dim, own, dim, to, stride, fetcher);
+                continue;
+            }
+            for (int row = 0; row < kLanes; ++row) {  // once for all of them
+                if (row % kTogether == 0) fetcher.fetch();
+                float* const floats = converted + row * dim;
+                for_each16<Type>(keys.head_dim, [&](std::int64_t i, const auto& load) {
+                    store(floats + i, load(block.heads[row]));
+                });
+                block.heads[row] = reinterpret_cast<const std::byte*>(floats);
+            }
+            std::int64_t i = 0;
+            for (; i + 4 <= count; i += 4) {
+                multiply_block<Float32, 4>(block, dim, own + i * dim, dim, to + i * stride, stride,
+                                           nothing);
+            }
+            for (; i < count; ++i) {
+                multiply_block<Float32, 1>(block, dim, own + i * dim, dim, to + i * stride, stride,
+                                           nothing);
             }
         }
-        for (std::int64_t j = 0; j < left; ++j) at.next();
     }
 }
 
 /// Adds the attention of one query, which sees `seen` tokens, to `sums` of the first `scored`.
-void add_attention(const float* logits, double scale, std::int64_t seen, std::int64_t scored,
-                   double* weights, double* sums) {
-    const double factor = softmax(
-        weights, seen, [&](std::int64_t i) { return widen(load<Floats>(logits + i)) * scale; });
-    for (std::int64_t i = 0; i < scored; i += 8) {
-        store(sums + i, load<Doubles>(sums + i) + load<Doubles>(weights + i) * factor);
+void add_attention(float* logits, float scale, std::int64_t seen, std::int64_t scored,
+                   float* sums) {
+    const Floats factor = all<Floats>(softmax(logits, seen, scale));
+    for (std::int64_t i = 0; i < scored; i += kLanes) {
+        store(sums + i, fused(load<Floats>(logits + i), factor, load<Floats>(sums + i)));
     }
 }
 
@@ -121,48 +108,48 @@ template <typename Type>
 void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduce,
                     std::byte* scratch, double* out) {
     const std::int64_t dim = padded(keys.head_dim);
-    const std::int64_t tokens = keys.num_tokens;
-    const std::int64_t room = padded(tokens);
-    const std::int64_t scored = tokens - queries.window;
-    const std::int64_t all_queries = queries.group * queries.window;
-    const std::int64_t tile = all_queries < kQueryTile ? all_queries : kQueryTile;
-    double* const weights = reinterpret_cast<double*>(scratch);
-    double* const sums = weights + room;  // [heads, room]
-    float* const logits =
-        reinterpret_cast<float*>(sums + keys.num_heads * room);  // [heads, tile, .]
-    float* const converted = logits + keys.num_heads * tile * room;
-    const double scale = 1.0 / square_root(static_cast<double>(keys.head_dim));
-    fill(sums, keys.num_heads * room, 0.0);
-    for (std::int64_t first = 0; first < all_queries; first += tile) {
-        const std::int64_t count = all_queries - first < tile ? all_queries - first : tile;
-        const float* const of_tile = queries.values + first * dim;
-        if (count <= 8) {
-            multiply_few<Type>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
-                               room);
-        } else {
-            multiply_many<Type>(keys, of_tile, all_queries * dim, count, tile, converted, logits,
-                                room);
-        }
-        for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            for (std::int64_t query = 0; query < count; ++query) {
-                add_attention(logits + (head * tile + query) * room, scale,
-                              scored + (first + query) % queries.window + 1, scored, weights,
-                              sums + head * room);
+    const std::int64_t room = padded(keys.num_tokens);
+    const std::int64_t scored = keys.num_tokens - queries.window;
+    const std::int64_t all_queries = queries.count();
+    const std::int64_t tile = queries.tile();
+    const std::int64_t heads_at_once = queries.heads_at_once(keys.num_heads);
+    const std::int64_t reach = queries.kernel_size / 2;
+    const std::int64_t apart = reach + room + reach;
+    float* const converted = reinterpret_cast<float*>(scratch);
+    float* const logits = converted + kLanes * dim;            // [heads at once, tile, room]
+    float* const sums = logits + heads_at_once * tile * room;  // [heads, apart]
+    const auto scale = static_cast<float>(1.0 / square_root(static_cast<double>(keys.head_dim)));
+    fill(converted, kLanes * dim, 0.0F);
+    fill(sums, keys.num_heads * apart, 0.0F);
+    for (std::int64_t first = 0; first < keys.num_heads; first += heads_at_once) {
+        for (std::int64_t begin = 0; begin < all_queries; begin += tile) {
+            const std::int64_t count = all_queries - begin < tile ? all_queries - begin : tile;
+            multiply<Type>(keys, first, heads_at_once, queries.values + begin * dim,
+                           all_queries * dim, count, converted, logits);
+            for (std::int64_t head = 0; head < heads_at_once; ++head) {
+                for (std::int64_t query = 0; query < count; ++query) {
+                    add_attention(logits + (head * count + query) * room, scale,
+                                  scored + (begin + query) % queries.window + 1, scored,
+                                  sums + (first + head) * apart + reach);
+                }
             }
         }
     }
-    const std::int64_t reach = queries.kernel_size / 2;
-    const auto divisor = static_cast<double>(all_queries * queries.kernel_size);
-    for (std::int64_t i = 0; i < scored; ++i) {
-        const std::int64_t begin = i > reach ? i - reach : 0;
-        const std::int64_t end = i + reach + 1 < scored ? i + reach + 1 : scored;
+    const Floats divisor = all<Floats>(static_cast<float>(all_queries * queries.kernel_size));
+    for (std::int64_t head = 0; head < keys.num_heads; ++head) {
+        fill(sums + head * apart + reach + scored, room - scored + reach, 0.0F);
+    }
+    for (std::int64_t i = 0; i < scored; i += kLanes) {
         HeadReduction heads(reduce);
         for (std::int64_t head = 0; head < keys.num_heads; ++head) {
-            double sum = 0;
-            for (std::int64_t j = begin; j < end; ++j) sum += sums[head * room + j];
+            const float* const from = sums + head * apart + i;
+            Floats sum = load<Floats>(from);
+            for (std::int64_t j = 1; j < queries.kernel_size; ++j) {
+                sum = sum + load<Floats>(from + j);
+            }
             heads.add(sum / divisor);
         }
-        out[i] = heads.value();
+        heads.store(out + i, scored - i);
     }
 }
 

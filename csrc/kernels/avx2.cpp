@@ -117,7 +117,8 @@ struct Avx2::Format<Float32> {
 };
 
 bool supported() {
-    return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
+    return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0 &&
+           __builtin_cpu_supports("fma") != 0;
 }
 
 void fence() {

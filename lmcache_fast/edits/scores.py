@@ -1,9 +1,10 @@
 """The policies' scores in torch: their definition, on any device.
 
-The native scorers give the same bits. So every sum has a defined order: element ``i`` goes into
-partial sum ``i % 8``, in ascending order, and the eight are then added in pairs. Partial sums over
-a head's elements and over keys are float32, all others float64. Nothing relies on a library's
-order, its fused operations, its square root or its exponential function.
+The native scorers give the same bits. So every sum has a defined order. Over a head's elements,
+element ``i`` goes into partial sum ``i % 16``, in ascending order, products with one rounding
+(fused); the upper half of the sixteen is then added to the lower until there is one. These and what
+is computed of them is float32; sums over keys and over heads are float64. Nothing relies on a
+library's order, its fused operations, its square root or its exponential function.
 
 All functions return float64 ``[tokens]`` for one layer, whose heads are reduced to one.
 """
@@ -19,9 +20,11 @@ import torch
 
 Reduce = Literal["mean", "max"]
 
-_MOST = torch.finfo(torch.float64).max
-_LOWEST = -708.0  # exp of less is 0
-_FACTORIALS = [1.0 / math.factorial(n) for n in range(11, -1, -1)]
+_LANES = 16
+_MOST = torch.finfo(torch.float32).max
+_LOWEST = -86.0  # exp of less is 0
+_TO_INTEGER = 12582912.0  # 1.5 * 2 ** 23, added to a smaller number, rounds it to an integer
+_SERIES = [1.0 / math.factorial(n) for n in range(7, -1, -1)]
 
 
 def reduce_in_order(scores: Iterable[torch.Tensor], reduce: Reduce) -> torch.Tensor:
@@ -42,24 +45,29 @@ def reduce_in_order(scores: Iterable[torch.Tensor], reduce: Reduce) -> torch.Ten
 
 def knorm(keys: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """Minus the length of the keys ``[T, heads, head_dim]``."""
-    return reduce_in_order((-_norms(keys)).unbind(1), reduce)
+    return _reduce_heads(-_norms(keys.float()), 1, reduce)
 
 
 def keydiff(keys: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """Minus the cosine between the keys ``[T, heads, head_dim]`` and their mean direction."""
+    keys = keys.float()
     norms = _norms(keys)
-    narrow = keys.float()
-    has_direction = (norms > 0) & (norms < math.inf)
-    inverse = (1.0 / norms).float()
-    directions = torch.where(
-        has_direction.unsqueeze(2), narrow * inverse.unsqueeze(2), torch.zeros_like(narrow)
-    )
-    anchor = _divide(_sum(directions, 0), keys.shape[0])
-    length = _sqrt(_sum(anchor * anchor, 1))
-    length = torch.where(length > 1e-8, length, 1e-8)
-    norms = torch.where(norms > 1e-8, norms, 1e-8)
-    cosines = _sum(narrow * anchor.float(), 2) / (norms * length)
-    return reduce_in_order((-cosines).unbind(1), reduce)
+    inverse = 1.0 / norms
+    has_direction = (norms <= _MOST) & (inverse <= _MOST)
+    directed = torch.where(has_direction.unsqueeze(2), keys, 0.0)
+    inverse = torch.where(has_direction, inverse, 0.0)
+    # Sixteen tokens become one float32, these a float64.
+    total = keys.new_zeros(keys.shape[1:], dtype=torch.float64)
+    for block, factors in zip(directed.split(_LANES), inverse.split(_LANES), strict=True):
+        direction = torch.zeros_like(block[0])
+        for key, factor in zip(block, factors, strict=True):
+            direction = _fused(key, factor.unsqueeze(1), direction)
+        total += direction
+    anchor = _divide(total, keys.shape[0])
+    length = _sqrt(_sum(anchor * anchor)).float()
+    least = keys.new_full((), 1e-8)
+    both = torch.where(norms > least, norms, least) * torch.where(length > least, length, least)
+    return _reduce_heads(-(_dot(keys, anchor.float()) / both), 1, reduce)
 
 
 def lagkv(
@@ -90,13 +98,13 @@ def lagkv(
         _lag_spread(rows[num_sink:end].unflatten(0, (num_partitions, lag_size)))
         for rows in (keys, values)
     ]
-    combined = (spread[0] + spread[1]) / 2  # [partitions - 1, lag, heads]
+    combined = (spread[0] + spread[1]) * 0.5  # [partitions - 1, lag, heads]
     if not cross_scoring:
         order = torch.argsort(combined, dim=1, stable=True, descending=True)
-        below = torch.arange(lag_size - 1, -1, -1, dtype=torch.float64, device=keys.device)
+        below = torch.arange(lag_size - 1, -1, -1, dtype=torch.float32, device=keys.device)
         shares = _divide(below, lag_size).reshape(1, -1, 1).expand_as(combined)
         combined = torch.empty_like(combined).scatter_(1, order, shares)
-    reduced = reduce_in_order(combined.unbind(2), reduce).flatten()
+    reduced = _reduce_heads(combined, 2, reduce).flatten()
     scores[num_sink : num_sink + reduced.numel()] = reduced
     return scores
 
@@ -124,23 +132,28 @@ def attention(
     ).unsqueeze(1)
     reach = kernel_size // 2
 
+    scale = torch.tensor(1.0 / math.sqrt(head_dim)).item()
+
     def of_head(head: int) -> torch.Tensor:
         key = keys[:, head].float()
-        total = torch.zeros(scored, dtype=torch.float64, device=keys.device)
+        total = torch.zeros(scored, device=keys.device)
         for query in queries[head * group : (head + 1) * group]:
-            products = _pairs(_partial_sums(query.unsqueeze(1) * key, 2))
-            logits = products.double() * (1.0 / math.sqrt(head_dim))
-            weights, factor = _softmax(logits, seen)
-            for row in weights * factor:
-                total += row[:scored]
+            weights, factor = _softmax(_dot(query.unsqueeze(1), key), seen, scale)
+            for weight, share in zip(weights, factor, strict=True):
+                total = _fused(weight[:scored], share, total)
         padded = torch.nn.functional.pad(total, (reach, reach))
         pooled = padded[:scored].clone()
         for offset in range(1, kernel_size):
             pooled += padded[offset : offset + scored]
         return _divide(pooled, group * window * kernel_size)
 
-    scores[:scored] = reduce_in_order((of_head(head) for head in range(num_heads)), reduce)
+    of_heads = torch.stack([of_head(head) for head in range(num_heads)])
+    scores[:scored] = _reduce_heads(of_heads, 0, reduce)
     return scores
+
+
+def _reduce_heads(scores: torch.Tensor, dim: int, reduce: Reduce) -> torch.Tensor:
+    return reduce_in_order(scores.double().unbind(dim), reduce)
 
 
 def _divide(values: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -155,72 +168,100 @@ def _sqrt(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
 
 
-def _sum(values: torch.Tensor, dim: int) -> torch.Tensor:
-    return _pairs(_partial_sums(values, dim).double())
+def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """``a * b + c`` in float32, rounded once.
+
+    The product is exact in float64; a sum that was rounded to an odd number there is rounded right
+    a second time (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    product = a.double() * b.double()
+    other = c.double()
+    total = product + other
+    of_other = total - product
+    lost = (product - (total - of_other)) + (other - of_other)
+    bits = total.view(torch.int64)
+    inexact = ((lost < 0) | (lost > 0)) & (bits & 1 == 0)
+    outward = (lost > 0) == (total > 0)
+    bits = torch.where(inexact, torch.where(outward, bits + 1, bits - 1), bits)
+    return bits.view(torch.float64).float()
 
 
-def _partial_sums(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Add up along ``dim`` into eight sums, which become the first dimension."""
-    values = values.movedim(dim, 0)
-    rest = -values.shape[0] % 8
-    if rest:
-        values = torch.cat((values, values.new_zeros(rest, *values.shape[1:])))
-    sums = values.new_zeros(8, *values.shape[1:])
-    for start in range(0, values.shape[0], 8):
-        sums += values[start : start + 8]
-    return sums
+def _pieces(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Pieces of sixteen along the last dimension, the last one with zeros at its end."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % _LANES))
+    return tuple(torch.split(padded, _LANES, -1))
 
 
-def _pairs(sums: torch.Tensor) -> torch.Tensor:
-    while len(sums) > 1:
-        half = len(sums) // 2
-        sums = sums[:half] + sums[half:]
-    return sums[0]
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Add up along the last dimension."""
+    sums = values.new_zeros(*values.shape[:-1], _LANES)
+    for piece in _pieces(values):
+        sums = sums + piece
+    return _fold(sums)
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add up products along the last dimension."""
+    sums = a.new_zeros(_LANES)
+    for piece, other in zip(_pieces(a), _pieces(b), strict=True):
+        sums = _fused(piece, other, sums)
+    return _fold(sums)
+
+
+def _fold(sums: torch.Tensor) -> torch.Tensor:
+    while sums.shape[-1] > 1:
+        lower, upper = sums.chunk(2, -1)
+        sums = lower + upper
+    return sums[..., 0]
 
 
 def _norms(keys: torch.Tensor) -> torch.Tensor:
-    narrow = keys.float()
-    return _sqrt(_sum(narrow * narrow, 2))
+    return _sqrt(_dot(keys, keys))
 
 
 def _lag_spread(rows: torch.Tensor) -> torch.Tensor:
     """Spread of the tokens of ``rows [partitions, lag, heads, head_dim]``, as softmax over lag."""
-    narrow = rows.float()
-    ahead = narrow[1:]
+    rows = rows.float()
+    ahead = rows[1:]
     low = torch.where(ahead.isnan(), math.inf, ahead).amin(1, keepdim=True)
     high = torch.where(ahead.isnan(), -math.inf, ahead).amax(1, keepdim=True)
     span = high - low
     inverse = 1.0 / span
-    most = torch.finfo(torch.float32).max
-    good = (span > 0) & (span <= most) & (inverse <= most)
-    z = (narrow[:-1] - torch.where(good, low, 0.0)) * torch.where(good, inverse, 0.0)
+    good = (span > 0) & (span <= _MOST) & (inverse <= _MOST)
+    z = (rows[:-1] - torch.where(good, low, 0.0)) * torch.where(good, inverse, 0.0)
     count = rows.shape[3]
-    total = _sum(z, 3)
-    squares = _sum(z * z, 3)
-    variance = _divide(squares - _divide(total * total, count), max(count - 1, 1))
+    total = _sum(z)
+    variance = _divide(_dot(z, z) - _divide(total * total, count), max(count - 1, 1))
     deviation = _sqrt(torch.where(variance < 0, 0.0, variance)).transpose(1, 2)
-    weights, factor = _softmax(deviation, torch.ones_like(deviation, dtype=torch.bool))
-    return (weights * factor).transpose(1, 2)
+    weights, factor = _softmax(deviation, torch.ones_like(deviation, dtype=torch.bool), 1.0)
+    return (weights * factor.unsqueeze(-1)).transpose(1, 2)
 
 
-def _softmax(values: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last dimension where ``valid``, and the factor that it lacks.
+def _softmax(
+    values: torch.Tensor, valid: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of ``scale * values`` over the last dimension where ``valid``, and a factor it lacks.
 
     What is not a number counts as the lowest one, an infinity as the largest of its sign.
     """
     values = torch.nan_to_num(values, nan=-_MOST, posinf=_MOST, neginf=-_MOST)
     highest = torch.where(valid, values, -_MOST).amax(-1, keepdim=True)
-    weights = torch.where(valid, _exponential(values - highest), 0.0)
-    return weights, (1.0 / _sum(weights, weights.dim() - 1)).unsqueeze(-1)
+    weights = torch.where(valid, _exponential((values - highest) * scale), 0.0)
+    return weights, (1.0 / _sum(weights.double())).float()
 
 
 def _exponential(x: torch.Tensor) -> torch.Tensor:
-    """Exp of float64 numbers up to 0: ``2 ** k * exp(r)``, of plain operations only."""
-    clamped = torch.where(x < _LOWEST, _LOWEST, x).clamp(max=0.0)
-    k = torch.round(clamped * 1.4426950408889634)
-    r = (clamped - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-    result = torch.zeros_like(r)
-    for factor in _FACTORIALS:
-        result = result * r + factor
-    power = ((k.long() + 1023) << 52).view(torch.float64)
-    return torch.where(x < _LOWEST, 0.0, result * power)
+    """Exp of float32 numbers up to 0: ``2 ** k * exp(r)``, of plain operations only."""
+
+    def number(value: float) -> torch.Tensor:
+        return x.new_full((), value)
+
+    clamped = torch.where(x > _LOWEST, x, _LOWEST)
+    shifted = _fused(clamped, number(1.44269504), number(_TO_INTEGER))
+    k = shifted - _TO_INTEGER
+    r = _fused(k, number(-1.42860677e-6), _fused(k, number(-0.693145752), clamped))
+    result = number(_SERIES[0])
+    for factor in _SERIES[1:]:
+        result = _fused(result, r, number(factor))
+    bits = result.view(torch.int32) + (shifted.view(torch.int32) << 23)
+    return torch.where(x < _LOWEST, 0.0, bits.view(torch.float32))

@@ -104,7 +104,7 @@ int main() {
         check_all_alike(1, 1, 1, 1, 1, 1, spoiled);
         check_all_alike(3, 7, 3, 20, 2, 1, spoiled);   // few queries
         check_all_alike(2, 16, 2, 24, 3, 2, spoiled);  // some
-        check_all_alike(5, 9, 2, 13, 4, 5, spoiled);   // many, in two tiles
+        check_all_alike(5, 9, 2, 13, 4, 17, spoiled);  // many, in two tiles
     }
     check_refusals();
     return 0;
