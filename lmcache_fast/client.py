@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from lmcache_fast.arguments import (
     check_tokens,
 )
 from lmcache_fast.buffers import TensorPool
+from lmcache_fast.closing import Closing
 from lmcache_fast.errors import InvalidInputError, StoreIncompleteError
 from lmcache_fast.interrupts import interruptible, shielded
 from lmcache_fast.layout import KVLayout
@@ -66,7 +66,7 @@ class EditResult:
     num_source: int
 
 
-class KVClient:
+class KVClient(Closing):
     """One model's KV caches on one LMCache server; a context manager, safe from many threads.
 
     Args:
@@ -116,17 +116,6 @@ class KVClient:
             url, self.server_version, model_name, self.instance_id, self.layout, self.chunk_size,
             self.transport_name,
         )  # fmt: skip
-
-    def __enter__(self) -> KVClient:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def chunk_size(self) -> int:

@@ -96,8 +96,10 @@ def _choose_model(
 
 
 def _describe(layout: KVLayout) -> str:
+    heads = layout.num_kv_heads  # one also where the registration does not tell
     return (
-        f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_dim}, "
+        f"{layout.num_layers} layers, "
+        f"{f'{heads} heads' if heads > 1 else 'rows'} of {layout.head_dim} elements, "
         f"{layout.dtype_name}, {layout.planes} plane{'s' * (layout.planes > 1)}, "
         f"{layout.token_bytes} bytes a token"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lmcache_fast import clock
+from lmcache_fast.closing import Closing
 from lmcache_fast.errors import ClosedError, InvalidInputError, LeaseExpiredError
 from lmcache_fast.interrupts import shielded
 from lmcache_fast.layout import KVLayout
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lmcache_fast._native import ChunkedSide
 
 
-class Lease:
+class Lease(Closing):
     """The cached prefix of a request, read where the server keeps it; a context manager.
 
     ``len(lease)`` is the number of chunks, ``lease[i]`` a :class:`ChunkView` of one of them.
@@ -47,17 +47,6 @@ class Lease:
         self._layout = layout
         self._closed = False
         self.chunk_size = chunk_size
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # Never entered, or interrupted on the way out.

@@ -6,13 +6,13 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_fast import clock
+from lmcache_fast.closing import Closing
 from lmcache_fast.observe import Counters
 from lmcache_fast.protocol.connection import Connection
 from lmcache_fast.protocol.messages import Key
@@ -46,7 +46,7 @@ class Link:
         return tokens[: len(tokens) // self.chunk_size * self.chunk_size]
 
 
-class Request:
+class Request(Closing):
     """A context manager over one server session.
 
     Whatever happens inside, leaving it gives back the locks that are still held, once, and ends the
@@ -87,17 +87,6 @@ class Request:
         self._used = False
         #: Until when the hit may be read, by :func:`lmcache_fast.clock.now`.
         self.deadline = float("inf")
-
-    def __enter__(self) -> Request:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def lookup(self) -> int:
         """Ask how many leading chunks are cached; they are read-locked until given back."""

@@ -86,15 +86,14 @@ Floats deviation(const Moments& moments, std::int64_t head_dim) {
 }
 
 /// Writes [partitions, heads, padded(lag)]: the spread of the tokens of each partition against the
-/// partition behind it, as softmax over the partition. `scratch` is [2, 2, heads,
-/// padded(head_dim)].
+/// partition behind it, as softmax over the partition.
 template <typename Type>
 [[gnu::flatten]] void spread_rows(const ScoredRows& rows, const LagPartitions& how,
                                   std::byte* scratch, float* out) {
     const std::int64_t dim = padded(rows.head_dim);
     const std::int64_t channels = rows.num_heads * dim;
     const std::int64_t room = padded(how.lag);
-    Moments* const moments = reinterpret_cast<Moments*>(scratch);
+    Moments* const moments = reinterpret_cast<Moments*>(scratch);              // [heads]
     float* const ranges = reinterpret_cast<float*>(moments + rows.num_heads);  // [2, 2, channels]
     const auto begin_of = [&](std::int64_t partition) {
         return how.num_sink + partition * how.lag;

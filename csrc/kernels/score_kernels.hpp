@@ -64,6 +64,7 @@ constexpr std::int64_t keydiff_scratch(std::int64_t tokens, std::int64_t heads,
                                        std::int64_t head_dim) {
     return heads * (12 * padded(head_dim) + 4 + 4 * padded(tokens)) + 4 * padded(head_dim);
 }
+/// Of one plane for lagkv: two sums of sixteen rows a head, and two ranges.
 constexpr std::int64_t spread_scratch(std::int64_t heads, std::int64_t head_dim) {
     return 4 * heads * (2 * 16 * 16 + 4 * padded(head_dim));
 }

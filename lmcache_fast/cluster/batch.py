@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from lmcache_fast.arguments import TokenIds, check_salt, check_tokens
+from lmcache_fast.closing import Closing
 from lmcache_fast.cluster.dispatch import Dispatcher, Tally, next_phase_number
 from lmcache_fast.cluster.fleet import Fleet
 from lmcache_fast.cluster.messages import Phase, plain
@@ -28,7 +28,7 @@ from lmcache_fast.sdk.stream import EditFunction
 _NAMED = 20
 
 
-class ClusterBatchedStream:
+class ClusterBatchedStream(Closing):
     """Request streams that are run together over many nodes; a context manager.
 
     As :class:`lmcache_fast.sdk.batch.LMCacheBatchedStream`, but streams are made by :meth:`add` and
@@ -78,17 +78,6 @@ class ClusterBatchedStream:
         self._is_closed = False
         self.streams: dict[str, ClusterStream] = {}
         self.perf_metrics: dict[str, StreamPerfMetrics] = {}
-
-    def __enter__(self) -> ClusterBatchedStream:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def add(
         self, prompt_token_ids: TokenIds, cache_salt: str = "", *, isolate_edits: bool = False

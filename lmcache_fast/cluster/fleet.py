@@ -10,11 +10,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, ClassVar
 
 from lmcache_fast import __version__
 from lmcache_fast.arguments import check_timeout
+from lmcache_fast.closing import Closing
 from lmcache_fast.cluster.node import Node
 from lmcache_fast.cluster.worker import NodeWorker
 from lmcache_fast.errors import (
@@ -40,7 +41,7 @@ _POLL = 1.0
 _STOP_SECONDS = 15.0
 
 
-class Fleet:
+class Fleet(Closing):
     """The actors of a cluster's nodes; a context manager.
 
     Each actor is pinned by its node's resource, takes no CPU of Ray's and is not started again when
@@ -123,17 +124,6 @@ class Fleet:
         self.transports: dict[str, str] = {
             name: greeting["transport"] for name, greeting in greetings.items()
         }
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def names(self) -> list[str]:

@@ -74,9 +74,6 @@ class LMCacheSDKContext(KVClient):
                 world_size = world_size or models[base_name].world_size
         super().__init__(url, http_url, name, layout=layout, timeout=timeout, world_size=world_size)
 
-    def __enter__(self) -> LMCacheSDKContext:
-        return self
-
     @property
     def kind(self) -> LMCacheSDKCacheKind:
         """The kind of cache that is retrieved and stored."""

@@ -7,27 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_fast.errors import PayloadError
 from lmcache_fast.layout import CACHE_DTYPES, KVLayout
 from lmcache_fast.transport.inline import decode_chunks, encode_chunks
-
-CHUNK = 4
-LAYOUT = KVLayout(3, 2, 5, torch.bfloat16)
-
-
-def make_chunks(layout: KVLayout, count: int) -> list[torch.Tensor]:
-    kv = torch.randint(0, 256, (*layout.kv_shape(count * CHUNK)[:-1], layout.row_bytes))
-    kv = kv.to(torch.uint8).view(layout.dtype)
-    chunks = [kv[:, :, i * CHUNK : (i + 1) * CHUNK] for i in range(count)]
-    return chunks if layout.planes == 2 else [chunk[0] for chunk in chunks]
-
-
-def raw(chunk: torch.Tensor) -> bytes:
-    return chunk.contiguous().view(torch.uint8).numpy().tobytes()
+from tests.unit.transport_chunks import CHUNK, LAYOUT, make_chunks, raw
 
 
 @pytest.mark.parametrize("planes", [1, 2])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
+from lmcache_fast.closing import Closing
 from lmcache_fast.serve.server.config import ServerConfig
 from lmcache_fast.serve.server.http_service import HttpService, status
 from lmcache_fast.serve.server.pool import Pool
@@ -13,7 +13,7 @@ from lmcache_fast.serve.server.transfers import CacheService
 from lmcache_fast.serve.server.zmq_service import MessageLoop
 
 
-class EmbeddedServer:
+class EmbeddedServer(Closing):
     """Serves from construction to :meth:`close`; also a context manager.
 
     Args:
@@ -51,16 +51,3 @@ class EmbeddedServer:
     def close(self) -> None:
         """Stop serving and unlink the segment. Safe to call again."""
         self._running.close()
-
-    def __enter__(self) -> EmbeddedServer:
-        """Return the running server."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
