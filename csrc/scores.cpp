@@ -187,9 +187,10 @@ void attention_scores(const Scoring& scoring, const float* queries, std::int64_t
         refuse(std::to_string(query_heads) + " heads of queries; expected a multiple of the " +
                std::to_string(rows.heads()) + " heads of keys");
     }
-    if (window < 1 || kernel_size < 1 || kernel_size % 2 == 0) {
+    if (window < 1 || kernel_size < 1 || kernel_size % 2 == 0 || kernel_size > INT32_MAX) {
         refuse("window is " + std::to_string(window) + " and kernel_size is " +
-               std::to_string(kernel_size) + "; expected positive numbers, an odd kernel_size");
+               std::to_string(kernel_size) +
+               "; expected positive numbers, an odd kernel_size below 2^31");
     }
     if (tokens <= window) return;
     const std::int64_t room = query_heads * window * dim;  // floats

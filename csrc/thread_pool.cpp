@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <cstdlib>
 #include <system_error>
 #include <thread>
@@ -29,6 +30,22 @@ void relax() {
     asm volatile("yield");
 #endif
 }
+
+/// Rounds to nearest and keeps denormals, whatever the caller has set: what is computed must not
+/// depend on which thread does it.
+class DefaultFloats {
+  public:
+    DefaultFloats() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&before_); }
+    DefaultFloats(const DefaultFloats&) = delete;
+    DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+  private:
+    std::fenv_t before_;
+};
 
 unsigned usable_cores() {
     cpu_set_t set;
@@ -66,6 +83,7 @@ ThreadPool& ThreadPool::instance() {
 }
 
 void ThreadPool::run(unsigned threads, std::size_t tasks, const Body& body) {
+    const DefaultFloats for_workers_too;  // which inherit it
     TaskQueue queue(tasks);
     threads = std::clamp(threads, 1U, kMaxThreads);  // the caller itself is one of them
     const auto helpers =

@@ -113,7 +113,7 @@ void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduc
     const std::int64_t all_queries = queries.count();
     const std::int64_t tile = queries.tile();
     const std::int64_t heads_at_once = queries.heads_at_once(keys.num_heads);
-    const std::int64_t reach = queries.kernel_size / 2;
+    const std::int64_t reach = queries.reach(scored);
     const std::int64_t apart = reach + room + reach;
     float* const converted = reinterpret_cast<float*>(scratch);
     float* const logits = converted + kLanes * dim;            // [heads at once, tile, room]
@@ -144,7 +144,7 @@ void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduc
         for (std::int64_t head = 0; head < keys.num_heads; ++head) {
             const float* const from = sums + head * apart + i;
             Floats sum = load<Floats>(from);
-            for (std::int64_t j = 1; j < queries.kernel_size; ++j) {
+            for (std::int64_t j = 1; j <= 2 * reach; ++j) {
                 sum = sum + load<Floats>(from + j);
             }
             heads.add(sum / divisor);

@@ -43,6 +43,10 @@ struct Queries {
     std::int64_t kernel_size;
 
     constexpr std::int64_t count() const { return group * window; }
+    /// Neighbours on either side whose attention of `scored` tokens is averaged.
+    constexpr std::int64_t reach(std::int64_t scored) const {
+        return kernel_size / 2 < scored ? kernel_size / 2 : scored;
+    }
     /// So many are computed together.
     constexpr std::int64_t tile() const { return count() < 64 ? count() : 64; }
     /// For so many heads: few queries meet all heads of a row while it is there.
@@ -76,7 +80,7 @@ constexpr std::int64_t attention_scratch(const Queries& queries, std::int64_t to
                                          std::int64_t heads, std::int64_t head_dim) {
     return 4 *
            (16 * padded(head_dim) + queries.heads_at_once(heads) * queries.tile() * padded(tokens) +
-            heads * (padded(tokens) + queries.kernel_size));
+            heads * (padded(tokens) + 2 * queries.reach(tokens - queries.window)));
 }
 
 struct ScoreKernels {

@@ -88,6 +88,7 @@ class KeyPolicy(Policy):
 
     def scores(self, view: KVView) -> Scores:
         """See :meth:`Policy.scores`."""
+        self._check_cache(view)
         head_dim = self._head_dim_of(view)
         if view.dtype not in _DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -105,6 +106,13 @@ class KeyPolicy(Policy):
                 raise SharedMemoryError(f"edits.{self.name}: {error}") from error
         layers = [self._layer_scores(view, layer, head_dim) for layer in range(view.num_layers)]
         return torch.stack(layers)
+
+    def _check_cache(self, view: KVView) -> None:
+        if not view.num_layers or not view.width:
+            raise InvalidInputError(
+                f"edits.{self.name}: the cache has {view.num_layers} layers and rows of "
+                f"{view.width}; expected at least one layer and one element"
+            )
 
     def _head_dim_of(self, view: KVView) -> int:
         known = [self.head_dim, view.head_dim]
@@ -143,7 +151,8 @@ class Knorm(KeyPolicy):
 class KeyDiff(KeyPolicy):
     """Keeps the tokens whose keys are least like the mean key (arXiv:2504.15364).
 
-    See :class:`KeyPolicy`. Keys that are not finite, or 0, are left out of the mean.
+    See :class:`KeyPolicy`. Keys whose length is 0 or, in float32, not finite are left out of the
+    mean.
     """
 
     name: ClassVar[str] = "KeyDiff"
@@ -229,9 +238,10 @@ class SnapKV(KeyPolicy):
         super().__post_init__()
         self._check_count("window_size", self.window_size, 1)
         self._check_count("kernel_size", self.kernel_size, 1)
-        if self.kernel_size % 2 != 1:
+        if self.kernel_size % 2 != 1 or self.kernel_size >= 2**31:
             raise InvalidInputError(
-                f"edits.{self.name}: kernel_size is {self.kernel_size!r}; expected an odd number"
+                f"edits.{self.name}: kernel_size is {self.kernel_size!r}; expected an odd number "
+                "below 2**31"
             )
 
     def scores(self, view: KVView) -> Scores:
@@ -269,6 +279,7 @@ class SnapKV(KeyPolicy):
         return heads.transpose(0, 1).contiguous()
 
     def _check_queries(self, view: KVView) -> None:
+        self._check_cache(view)
         if view.planes != 2:
             raise InvalidInputError(
                 f"edits.{self.name}: the cache has {view.planes} plane; expected keys and values "
@@ -291,6 +302,11 @@ class SnapKV(KeyPolicy):
                 f"{queries.num_tokens} tokens and rows of {queries.width}; expected "
                 f"{view.num_layers} layers, at least {view.num_tokens} tokens and rows of a "
                 f"multiple of {view.width}"
+            )
+        if not queries.dtype.is_floating_point:
+            raise InvalidInputError(
+                f"edits.{self.name}: queries have dtype "
+                f"{str(queries.dtype).removeprefix('torch.')}; expected floating-point numbers"
             )
 
 

@@ -51,6 +51,8 @@ def knorm(keys: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 def keydiff(keys: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """Minus the cosine between the keys ``[T, heads, head_dim]`` and their mean direction."""
     keys = keys.float()
+    if not keys.shape[0]:
+        return keys.new_zeros(0, dtype=torch.float64)
     norms = _norms(keys)
     inverse = 1.0 / norms
     has_direction = (norms <= _MOST) & (inverse <= _MOST)
@@ -130,7 +132,7 @@ def attention(
     seen = torch.arange(num_tokens, device=keys.device) <= scored + torch.arange(
         window, device=keys.device
     ).unsqueeze(1)
-    reach = kernel_size // 2
+    reach = min(kernel_size // 2, scored)  # beyond it there is nothing
 
     scale = torch.tensor(1.0 / math.sqrt(head_dim)).item()
 
@@ -143,7 +145,7 @@ def attention(
                 total = _fused(weight[:scored], share, total)
         padded = torch.nn.functional.pad(total, (reach, reach))
         pooled = padded[:scored].clone()
-        for offset in range(1, kernel_size):
+        for offset in range(1, 2 * reach + 1):
             pooled += padded[offset : offset + scored]
         return _divide(pooled, group * window * kernel_size)
 

@@ -210,6 +210,7 @@ def test_queries_come_by_name_by_kind_or_with_the_edit() -> None:
         (random_queries(24)[:, :1], "1 layers"),
         (random_queries(24)[..., :24], "rows of 24"),
         (random_queries(24)[0], "expected a tensor"),
+        (random_queries(24).to(torch.complex64), "dtype complex64; expected floating-point"),
         (random_kv(24), "expected a tensor"),
     ],
 )
@@ -217,6 +218,13 @@ def test_queries_come_by_name_by_kind_or_with_the_edit() -> None:
 def test_queries_that_do_not_fit_are_refused(policy: Any, queries: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         policy(0.5, rope=ROPE, chunk_size=CHUNK)(random_kv(24), range(24), queries=queries)
+
+
+@pytest.mark.parametrize("kv", [random_kv(24)[:, :0], random_kv(24)[..., :0]])
+@pytest.mark.parametrize("policy", [Knorm, KeyDiff, SnapKV, TOVA])
+def test_a_cache_of_nothing_is_refused(policy: Any, kv: torch.Tensor) -> None:
+    with pytest.raises(InvalidInputError, match="expected at least one layer and one element"):
+        policy(0.5, head_dim=4, chunk_size=CHUNK).scores(TensorView(kv))
 
 
 def test_kept_keys_are_rotated_as_by_any_edit() -> None:
@@ -296,6 +304,7 @@ def test_a_policy_that_needs_the_cache_does_not_plan_without_one() -> None:
         (lambda: LagKV(0.5, lag_size=0), "lag_size is 0"),
         (lambda: SnapKV(0.5, window_size=0), "window_size is 0"),
         (lambda: SnapKV(0.5, kernel_size=4), "kernel_size is 4; expected an odd number"),
+        (lambda: SnapKV(0.5, kernel_size=2**31 + 1), "an odd number below"),
         (lambda: Random(0.5, seed=-1), "seed is -1"),
         (lambda: with_queries(Knorm(0.5), None), "are NoneType"),  # type: ignore[arg-type]
     ],

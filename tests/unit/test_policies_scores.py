@@ -196,10 +196,10 @@ def test_threads_give_the_same_scores(
 ) -> None:
     monkeypatch.setenv("LMCACHE_FAST_NUM_THREADS", "3")
     torch.manual_seed(1)
-    kv = torch.randn(2, 5, 400, 2 * 128).bfloat16()
-    policy = make(name, "mean", 128, lag=128, window=40)
-    plain, native = OnlyTorch(kv), Chunks(kv, 100, 128, packed=False)
-    plain.queries = native.queries = TensorView(torch.randn(1, 5, 400, 4 * 128).bfloat16())
+    kv = torch.randn(2, 4, 200, 2 * 64).bfloat16()
+    policy = make(name, "mean", 64, lag=64, window=35)  # more queries than are computed together
+    plain, native = OnlyTorch(kv), Chunks(kv, 50, 64, packed=False)
+    plain.queries = native.queries = TensorView(torch.randn(1, 4, 200, 4 * 64).bfloat16())
     check_equal(policy, plain, native)
 
 
@@ -212,6 +212,39 @@ def test_a_strided_tensor_is_scored_where_it_is(name: str) -> None:
     plain, native = OnlyTorch(kv), TensorView(kv)
     plain.queries = native.queries = TensorView(torch.randn(1, 2, 60, 32).half())
     check_equal(policy, plain, native)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_callers_floating_point_mode_does_not_matter(threads: int) -> None:
+    kv = torch.randn(2, 4, 60, 32) * torch.finfo(torch.float32).smallest_normal
+    how: dict[str, Any] = {"head_dim": 16, "dtype": "float32", "reduce": "mean"}
+    lag = {"num_sink": 0, "lag_size": 8, "cross_scoring": True, "num_threads": threads}
+    side = TensorView(kv).side
+    expected = native_module().lagkv_scores(side, **how, **lag)
+    assert len(np.unique(expected)) > 30
+    assert torch.set_flush_denormal(True)
+    try:
+        found = native_module().lagkv_scores(side, **how, **lag)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (bits(found) == bits(expected)).all()
+
+
+@pytest.mark.parametrize("kernel_size", [59, 101, 2**31 - 1])
+def test_a_kernel_may_be_wider_than_the_sequence(kernel_size: int) -> None:
+    kv, queries = torch.randn(2, 1, 30, 16), torch.randn(1, 1, 30, 16)
+    policy = SnapKV(0.5, head_dim=8, window_size=2, kernel_size=kernel_size)
+    plain, native = OnlyTorch(kv), TensorView(kv)
+    plain.queries = native.queries = TensorView(queries)
+    check_equal(policy, plain, native)
+
+
+def test_no_tokens_have_no_scores() -> None:
+    nothing = torch.zeros(2, 3, 0, 16)
+    for name in ("Knorm", "KeyDiff"):
+        policy = make(name, "mean", 8, 5, 6)
+        for view in (OnlyTorch(nothing), TensorView(nothing)):
+            assert np.asarray(policy.scores(view)).shape == (3, 0)
 
 
 def keys_of(tokens: int, heads: int, dim: int) -> torch.Tensor:
@@ -297,7 +330,12 @@ def test_native_attention_refuses_queries_of_another_shape() -> None:
     native = native_module()
     side = TensorView(torch.zeros(2, 1, 4, 16)).side
     how: dict[str, Any] = {"head_dim": 8, "dtype": "float32", "reduce": "mean"}
-    for shape, kernel_size in (((2, 2, 1, 8), 1), ((1, 3, 1, 8), 1), ((1, 2, 1, 8), 2)):
+    for shape, kernel_size in (
+        ((2, 2, 1, 8), 1),
+        ((1, 3, 1, 8), 1),
+        ((1, 2, 1, 8), 2),
+        ((1, 2, 1, 8), 2**31 + 1),
+    ):
         with pytest.raises(ValueError, match=r"expected|must be"):
             native.attention_scores(
                 side, np.zeros(shape, np.float32), kernel_size=kernel_size, **how
