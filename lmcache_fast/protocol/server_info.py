@@ -143,6 +143,8 @@ def _client(http_url: str, timeout: float) -> httpx.Client:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         url = httpx.URL(http_url)
+        if url.scheme not in ("http", "https"):
+            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
         return httpx.Client(
             base_url=url,
             timeout=timeout,
@@ -182,7 +184,8 @@ def _get(client: httpx.Client, path: str) -> Any:
     except httpx.TimeoutException as error:
         raise ServerTimeoutError(late) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConnectError(f"GET {url}: {error or type(error).__name__}") from error
+        hint = "; is the server running?" if isinstance(error, httpx.ConnectError) else ""
+        raise ConnectError(f"GET {url}: {error or type(error).__name__}{hint}") from error
     if status in (401, 403):
         wrong = "refuses the API key in" if os.environ.get(API_KEY_VARIABLE) else "asks for one in"
         raise ConnectError(

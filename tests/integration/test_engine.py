@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -184,3 +185,15 @@ def test_the_engine_serves_on_when_its_server_is_gone(children: ChildGroup) -> N
         assert cached_of(after) == 0
     finally:
         group.close()
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache_fast", "engine", "--port", port],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "--port chooses another" in done.stderr and "Traceback" not in done.stderr

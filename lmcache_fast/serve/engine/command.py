@@ -10,6 +10,7 @@ import socket
 import torch
 import uvicorn
 
+from lmcache_fast.errors import ConnectError
 from lmcache_fast.layout import KVLayout, parse_dtype
 from lmcache_fast.serve.engine.app import make_app
 from lmcache_fast.serve.engine.cache import NoCache, PrefixCache, ServerCache
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             query_cache = _server_cache(args, f"{name}##query", config.query_layout(dtype))
     scheduler = Scheduler(model, cache, args.kv_budget_tokens, dtype, query_cache)
     try:
-        with socket.create_server((args.host, args.port)) as listener:
+        with _listen(args.host, args.port) as listener:
             app = make_app(scheduler, name, config.vocab_size, args.return_tokens_as_token_ids)
             server = uvicorn.Server(
                 uvicorn.Config(
@@ -97,6 +98,15 @@ def run(args: argparse.Namespace) -> int:
     finally:
         scheduler.close()
     return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConnectError(
+            f"engine: cannot listen on {host}:{port}: {error}; --port chooses another"
+        ) from error
 
 
 def _server_cache(args: argparse.Namespace, name: str, layout: KVLayout) -> ServerCache:
