@@ -1,7 +1,5 @@
 #include "scores.hpp"
 
-#include <algorithm>
-
 #include "bindings.hpp"
 #include "rotation.hpp"
 
@@ -28,9 +26,8 @@ template <typename Write>
 py::array_t<double> scores(const ChunkedSide& side, const Write& write) {
     // Zeros that the system provides when they are written to: by the threads that score.
     const auto zeros = py::module_::import("numpy").attr("zeros");
-    const py::array_t<double> result =
-        zeros(py::make_tuple(side.shape().layers, side.num_tokens()));
-    double* const out = const_cast<double*>(result.data());
+    py::array_t<double> result = zeros(py::make_tuple(side.shape().layers, side.num_tokens()));
+    double* const out = result.mutable_data();
     const py::gil_scoped_release unlocked;
     write(out);
     return result;

@@ -8,17 +8,18 @@
 namespace lmcache_fast {
 namespace {
 
-/// Products of sixteen keys and so many queries, `dim` floats each, to `to`, `stride` apart.
-template <typename Type, int kQueries>
+/// Products of sixteen keys and so many queries, `dim` floats each, to `to`, `stride` apart. Calls
+/// fetch() for every kTogether keys.
+template <typename Type, int kQueries, typename Fetch>
 [[gnu::flatten]] void multiply_block(const HeadBlock& keys, std::int64_t head_dim,
                                      const float* queries, std::int64_t dim, float* to,
-                                     std::int64_t stride, Fetcher& fetcher) {
+                                     std::int64_t stride, const Fetch& fetch) {
     constexpr int kKeys = kLanes / kQueries;
     constexpr int kKeysAtOnce = 4 * kTogether / kQueries < kKeys ? 4 * kTogether / kQueries : kKeys;
     const float* query_elements[kQueries];
     repeat<kQueries>([&](auto i) { query_elements[i] = queries + i * dim; });
     for (int first = 0; first < kLanes; first += kKeys) {
-        for (int i = 0; i < kKeys; i += kTogether) fetcher.fetch();
+        for (int i = 0; i < kKeys; i += kTogether) fetch();
         Floats all_sums[kLanes];
         repeat<kKeys / kKeysAtOnce>([&](auto part) {
             constexpr int kFirst = part * kKeysAtOnce;
@@ -60,22 +61,23 @@ void multiply(const ScoredRows& keys, std::int64_t first, std::int64_t num_heads
     const std::int64_t stride = padded(keys.num_tokens);
     Fetcher fetcher(keys, keys.head_dim * Type::kBytes, 0, keys.num_tokens, first,
                     first + num_heads);
-    Fetcher nothing(keys, keys.head_dim * Type::kBytes, 0, 0, first, first + num_heads);
+    const auto fetch = [&] { fetcher.fetch(); };
+    const auto fetched = [] {};
     for (RowBlocks blocks(keys, 0, keys.num_tokens); !blocks.done(); blocks.next()) {
         for (std::int64_t head = 0; head < num_heads; ++head) {
             HeadBlock block = blocks.head(first + head);
             const float* const own = queries + (first + head) * apart;
             float* const to = logits + head * count * stride + blocks.first();
             if (count == 4) {
-                multiply_block<Type, 4>(block, keys.head_dim, own, dim, to, stride, fetcher);
+                multiply_block<Type, 4>(block, keys.head_dim, own, dim, to, stride, fetch);
                 continue;
             }
             if (count == 1) {
-                multiply_block<Type, 1>(block, keys.head_dim, own, dim, to, stride, fetcher);
+                multiply_block<Type, 1>(block, keys.head_dim, own, dim, to, stride, fetch);
                 continue;
             }
             for (int row = 0; row < kLanes; ++row) {  // once for all of them
-                if (row % kTogether == 0) fetcher.fetch();
+                if (row % kTogether == 0) fetch();
                 float* const floats = converted + row * dim;
                 for_each16<Type>(keys.head_dim, [&](std::int64_t i, const auto& load) {
                     store(floats + i, load(block.heads[row]));
@@ -85,11 +87,11 @@ void multiply(const ScoredRows& keys, std::int64_t first, std::int64_t num_heads
             std::int64_t i = 0;
             for (; i + 4 <= count; i += 4) {
                 multiply_block<Float32, 4>(block, dim, own + i * dim, dim, to + i * stride, stride,
-                                           nothing);
+                                           fetched);
             }
             for (; i < count; ++i) {
                 multiply_block<Float32, 1>(block, dim, own + i * dim, dim, to + i * stride, stride,
-                                           nothing);
+                                           fetched);
             }
         }
     }
@@ -155,14 +157,9 @@ void attention_rows(const ScoredRows& keys, const Queries& queries, Reduce reduc
 
 void attention(Element element, const ScoredRows& keys, const Queries& queries, Reduce reduce,
                std::byte* scratch, double* out) {
-    switch (element) {
-        case Element::kBFloat16:
-            return attention_rows<BFloat16>(keys, queries, reduce, scratch, out);
-        case Element::kFloat16:
-            return attention_rows<Float16>(keys, queries, reduce, scratch, out);
-        case Element::kFloat32:
-            return attention_rows<Float32>(keys, queries, reduce, scratch, out);
-    }
+    with_type(element, [&](auto type) {
+        attention_rows<decltype(type)>(keys, queries, reduce, scratch, out);
+    });
 }
 
 }  // namespace

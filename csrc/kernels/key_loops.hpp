@@ -157,26 +157,14 @@ template <typename Type>
 
 void knorm(Element element, const ScoredRows& keys, std::int64_t begin, std::int64_t end,
            Reduce reduce, double* out) {
-    switch (element) {
-        case Element::kBFloat16:
-            return knorm_rows<BFloat16>(keys, begin, end, reduce, out);
-        case Element::kFloat16:
-            return knorm_rows<Float16>(keys, begin, end, reduce, out);
-        case Element::kFloat32:
-            return knorm_rows<Float32>(keys, begin, end, reduce, out);
-    }
+    with_type(element,
+              [&](auto type) { knorm_rows<decltype(type)>(keys, begin, end, reduce, out); });
 }
 
 void keydiff(Element element, const ScoredRows& keys, Reduce reduce, std::byte* scratch,
              double* out) {
-    switch (element) {
-        case Element::kBFloat16:
-            return keydiff_rows<BFloat16>(keys, reduce, scratch, out);
-        case Element::kFloat16:
-            return keydiff_rows<Float16>(keys, reduce, scratch, out);
-        case Element::kFloat32:
-            return keydiff_rows<Float32>(keys, reduce, scratch, out);
-    }
+    with_type(element,
+              [&](auto type) { keydiff_rows<decltype(type)>(keys, reduce, scratch, out); });
 }
 
 }  // namespace

@@ -201,14 +201,9 @@ void lagkv_rows(const ScoredRows& keys, const ScoredRows& values, const LagParti
 
 void lagkv(Element element, const ScoredRows& keys, const ScoredRows& values,
            const LagPartitions& how, Reduce reduce, std::byte* scratch, double* out) {
-    switch (element) {
-        case Element::kBFloat16:
-            return lagkv_rows<BFloat16>(keys, values, how, reduce, scratch, out);
-        case Element::kFloat16:
-            return lagkv_rows<Float16>(keys, values, how, reduce, scratch, out);
-        case Element::kFloat32:
-            return lagkv_rows<Float32>(keys, values, how, reduce, scratch, out);
-    }
+    with_type(element, [&](auto type) {
+        lagkv_rows<decltype(type)>(keys, values, how, reduce, scratch, out);
+    });
 }
 
 }  // namespace

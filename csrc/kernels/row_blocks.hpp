@@ -9,7 +9,6 @@
 namespace lmcache_fast {
 namespace {
 
-constexpr double kInfinity = __builtin_inf();
 constexpr float kMost = __FLT_MAX__;
 /// Rows whose sums are in registers at the same time: one alone would wait for its last sum.
 #if defined(__AVX512F__)
@@ -21,6 +20,19 @@ constexpr int kTogether = 2;
 template <typename Number>
 void fill(Number* begin, std::int64_t count, Number value) {
     for (std::int64_t i = 0; i < count; ++i) begin[i] = value;
+}
+
+/// Calls body with the type of the elements.
+template <typename Body>
+void with_type(Element element, const Body& body) {
+    switch (element) {
+        case Element::kBFloat16:
+            return body(BFloat16{});
+        case Element::kFloat16:
+            return body(Float16{});
+        case Element::kFloat32:
+            return body(Float32{});
+    }
 }
 
 /// Calls body(i, load) for every sixteen elements of heads from element i on; load(head) are those

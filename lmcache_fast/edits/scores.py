@@ -59,11 +59,14 @@ def keydiff(keys: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     directed = torch.where(has_direction.unsqueeze(2), keys, 0.0)
     inverse = torch.where(has_direction, inverse, 0.0)
     # Sixteen tokens become one float32, these a float64.
+    rest = -keys.shape[0] % _LANES
+    blocks = torch.nn.functional.pad(directed, (0, 0, 0, 0, 0, rest)).unflatten(0, (-1, _LANES))
+    factors = torch.nn.functional.pad(inverse, (0, 0, 0, rest)).unflatten(0, (-1, _LANES))
+    directions = torch.zeros_like(blocks[:, 0])
+    for i in range(_LANES):
+        directions = _fused(blocks[:, i], factors[:, i].unsqueeze(2), directions)
     total = keys.new_zeros(keys.shape[1:], dtype=torch.float64)
-    for block, factors in zip(directed.split(_LANES), inverse.split(_LANES), strict=True):
-        direction = torch.zeros_like(block[0])
-        for key, factor in zip(block, factors, strict=True):
-            direction = _fused(key, factor.unsqueeze(1), direction)
+    for direction in directions:
         total += direction
     anchor = _divide(total, keys.shape[0])
     length = _sqrt(_sum(anchor * anchor)).float()
@@ -204,10 +207,26 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Add up products along the last dimension."""
+    exact = _has_exact_products(a, b)
     sums = a.new_zeros(_LANES)
     for piece, other in zip(_pieces(a), _pieces(b), strict=True):
-        sums = _fused(piece, other, sums)
+        sums = piece * other + sums if exact else _fused(piece, other, sums)
     return _fold(sums)
+
+
+def _has_exact_products(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether float32 holds all products, so that fused or not is the same, only slower.
+
+    It does for what was bfloat16 or float16, except at the ends of the range.
+    """
+    largest = smallest = 1.0
+    for values in (a, b):
+        if not values.numel() or (values.view(torch.int32) & 0xFFF).any():  # more than 12 bits
+            return False
+        sizes = values.abs()
+        largest *= sizes.amax().item()
+        smallest *= torch.where(sizes > 0, sizes, math.inf).amin().item()
+    return smallest >= torch.finfo(torch.float32).smallest_normal and largest <= _MOST
 
 
 def _fold(sums: torch.Tensor) -> torch.Tensor:

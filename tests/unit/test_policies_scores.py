@@ -156,7 +156,7 @@ def check_equal(policy: Policy, reference_view: KVView, native_view: KVView) -> 
     chunks=st.integers(1, 4),
     chunk=st.sampled_from([1, 7, 16, 40]),
     heads=st.sampled_from([1, 3]),
-    head_dim=st.sampled_from([1, 20, 32, 48]),
+    head_dim=st.sampled_from([1, 8, 20, 32, 48]),
     group=st.sampled_from([1, 2, 3, 4]),
     lag=st.sampled_from([5, 16, 20]),
     packed=st.booleans(),
@@ -196,10 +196,10 @@ def test_threads_give_the_same_scores(
 ) -> None:
     monkeypatch.setenv("LMCACHE_FAST_NUM_THREADS", "3")
     torch.manual_seed(1)
-    kv = torch.randn(2, 4, 200, 2 * 64).bfloat16()
-    policy = make(name, "mean", 64, lag=64, window=35)  # more queries than are computed together
-    plain, native = OnlyTorch(kv), Chunks(kv, 50, 64, packed=False)
-    plain.queries = native.queries = TensorView(torch.randn(1, 4, 200, 4 * 64).bfloat16())
+    kv = torch.randn(2, 5, 400, 2 * 128).bfloat16()
+    policy = make(name, "mean", 128, lag=128, window=40)  # more queries than are computed together
+    plain, native = OnlyTorch(kv), Chunks(kv, 100, 128, packed=False)
+    plain.queries = native.queries = TensorView(torch.randn(1, 5, 400, 4 * 128).bfloat16())
     check_equal(policy, plain, native)
 
 
