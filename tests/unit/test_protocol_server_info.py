@@ -70,8 +70,11 @@ def test_a_grpc_server_is_refused_with_the_flag(server: FakeServer) -> None:
 def test_what_is_no_lmcache_server_is_told_apart(server: FakeServer) -> None:
     with pytest.raises(ConnectError, match="/version"):
         read_server_info(server.http_url + "/elsewhere", 30)
-    with pytest.raises(ConnectError, match=r"no HTTP address|/version"):
-        read_server_info("localhost", 30)
+    for address in ("localhost", "localhost:8080", "tcp://localhost:8080"):
+        with pytest.raises(ConnectError, match="is no HTTP address: expected http://HOST:PORT"):
+            read_server_info(address, 30)
+    with pytest.raises(ConnectError, match=r"/version: .*; is the server running\?"):
+        read_server_info("http://127.0.0.1:1", 30)
     server.config["mp"]["chunk_size"] = "many"
     with pytest.raises(ProtocolError, match="chunk_size"):
         read_server_info(server.http_url, 30)
